@@ -61,7 +61,7 @@ EXTRAS["all"] = EXTRAS["dev"] + EXTRAS["deepspeed"] + EXTRAS["ocr"] + EXTRAS["tr
 setup(
     name="omnitrl",
     version=read_version(),
-    description="Reinforcement learning for diffusion, unified and omni-modality models, the way TRL does language models",
+    description="RL post-training of diffusion, unified and omni-modality models, the way TRL does language models",
     long_description=read_long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -6,7 +6,6 @@ This is the only file of the package that may name a device. Devices themselves 
 such as `torch_npu` once they are imported, which Accelerate does.
 """
 
-import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -156,6 +155,10 @@ def _peak_resident_bytes() -> int:
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others kibibytes
 
