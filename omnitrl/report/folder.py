@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a report in an output folder: where they are, how they are written and read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omnitrl.report import curves, grid
+from omnitrl.report.metrics import read_metrics
+from omnitrl.report.page import write_report
+from omnitrl.report.records import EvaluationRecord, RunSummary, matched_samples, timeline_records
+
+
+_OURS = re.compile(r"^step_(\d{6,})(?:_[\w.-]+)?\.(?:png|json)$")
+
+
+class RunFolder:
+    """
+    Reads and writes the files that [`ReportCallback`] lists.
+
+    Args:
+        root (`str` or `os.PathLike`):
+            The output folder; it is made when the first file is written.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self.metrics = self.root / "metrics.jsonl"
+        self.samples = self.root / "samples"
+        self.records = self.samples / "records"
+        self.reward_curve = self.root / "reward_curve.png"
+        self.health = self.root / "health.png"
+        self.before_after = self.root / "before_after.png"
+        self.timeline = self.root / "timeline.png"
+        self.page = self.root / "report.html"
+
+    def save_record(self, record: EvaluationRecord) -> None:
+        """Keep an evaluation in a file, so that a resumed run still has its pictures."""
+        self.records.mkdir(parents=True, exist_ok=True)
+        path = self.records / f"{_stem(record)}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record.to_dict(), ensure_ascii=False), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def load_records(self, truncate_after_step: int | None = None) -> list[EvaluationRecord]:
+        """
+        The evaluations that were kept.
+
+        Args:
+            truncate_after_step (`int`, *optional*):
+                Remove the files of later steps first. By default all are kept.
+
+        Returns:
+            `list[EvaluationRecord]`: in the order of their steps.
+        """
+        if truncate_after_step is not None:
+            self._remove_steps(lambda step: step > truncate_after_step)
+        files = [file for file in _own_files(self.records) if file.suffix == ".json"]
+        records = [EvaluationRecord.from_dict(json.loads(file.read_text("utf-8"))) for file in files]
+        return sorted(records, key=lambda record: record.step)
+
+    def load_history(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl`, none if there is no such file."""
+        return read_metrics(self.metrics) if self.metrics.exists() else []
+
+    def clear(self, keep: Iterable[EvaluationRecord] = ()) -> None:
+        """Remove the evaluations and sample pictures of an earlier run, except those of `keep`."""
+        kept = {_stem(record) for record in keep}
+        for folder in (self.samples, self.records):
+            for file in _own_files(folder):
+                if file.stem not in kept:
+                    file.unlink()
+
+    def draw_samples(self, record: EvaluationRecord) -> None:
+        """Write the grid of one evaluation into `samples/`."""
+        if not record.samples:
+            return
+        self.samples.mkdir(parents=True, exist_ok=True)
+        labels = [sample.label() for sample in record.samples]
+        title = f"step {record.step}: {record.headline()}"
+        grid.image_grid([sample.image for sample in record.samples], labels, title=title).save(
+            self.samples / f"{_stem(record)}.png"
+        )
+
+    def draw_curves(self, run: RunSummary) -> None:
+        """Write `reward_curve.png` and `health.png` if there is anything to draw."""
+        if curves.has_rewards(run.history):
+            curves.reward_curve(run.history, self.reward_curve, title=run.title)
+        keys = curves.health_keys(run.history)
+        if keys:
+            curves.small_multiples(run.history, keys, self.health)
+
+    def draw_comparisons(self, run: RunSummary) -> None:
+        """Write `before_after.png` and `timeline.png` of the first set that has pictures of two evaluations."""
+        name = run.pictured_set()
+        ends = None if name is None else run.first_and_last(name)
+        if name is None or ends is None:
+            return
+        pairs = matched_samples(ends)
+        if pairs and ends[0].step != ends[1].step:
+            grid.before_after(
+                [before.image for before, _ in pairs],
+                [after.image for _, after in pairs],
+                captions=[before.label() for before, _ in pairs],
+                after_captions=[after.label() for _, after in pairs],
+                before_title=f"before: {ends[0].headline()}",
+                after_title=f"after {ends[1].step} steps: {ends[1].headline()}",
+            ).save(self.before_after)
+        records = timeline_records(run, name)
+        columns = list(zip(*matched_samples(records), strict=True))
+        if len(records) > 1 and columns:
+            prompts = [sample.prompt for sample in columns[0]][: grid.TIMELINE_COLUMNS]
+            rows = [
+                (f"step {record.step}", [sample.image for sample in column][: grid.TIMELINE_COLUMNS])
+                for record, column in zip(records, columns, strict=True)
+            ]
+            grid.timeline(rows, prompts).save(self.timeline)
+
+    def write_page(self, run: RunSummary) -> None:
+        """Write `report.html`."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_report(self.page, run)
+
+    def _remove_steps(self, unwanted: Any) -> None:
+        for folder in (self.samples, self.records):
+            for file in _own_files(folder):
+                match = _OURS.match(file.name)
+                if match and unwanted(int(match.group(1))):
+                    file.unlink()
+
+
+def _stem(record: EvaluationRecord) -> str:
+    suffix = "" if record.name == "eval" else "_" + re.sub(r"[^\w.-]", "-", record.name)
+    return f"step_{record.step:06d}{suffix}"
+
+
+def _own_files(folder: Path) -> Sequence[Path]:
+    # Only names that this class writes: the folder may hold pictures of somebody else.
+    return sorted(file for file in folder.iterdir() if _OURS.match(file.name)) if folder.is_dir() else []
