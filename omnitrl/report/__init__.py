@@ -27,7 +27,23 @@ _WHERE = {
     "ReportCallback": "callback",
 }
 
-__all__ = sorted(_WHERE)
+__all__ = [
+    "EvaluationRecord",
+    "MetricsWriter",
+    "Progress",
+    "ReportCallback",
+    "RunSummary",
+    "Sample",
+    "before_after",
+    "image_grid",
+    "model_card",
+    "package_versions",
+    "read_metrics",
+    "reward_curve",
+    "small_multiples",
+    "timeline",
+    "write_report",
+]
 
 if TYPE_CHECKING:
     from omnitrl.report.callback import ReportCallback

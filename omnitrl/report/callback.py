@@ -8,11 +8,11 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from omnitrl.errors import InputError
 from omnitrl.report.folder import RunFolder
 from omnitrl.report.metrics import MetricsWriter
 from omnitrl.report.progress import Progress
@@ -63,7 +63,7 @@ class ReportCallback(TrainerCallback):
         summary: RunSummary | None = None,
     ) -> None:
         if max_samples < 0:
-            raise ValueError(f"max_samples={max_samples} must be 0 or more: use 16, or 0 for no pictures.")
+            raise InputError(f"max_samples={max_samples} must be 0 or more: use 16, or 0 for no pictures.")
         self.folder = RunFolder(output_dir)
         self.progress = progress
         self.max_samples = max_samples

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnitrl.errors import InputError
 from omnitrl.report.health import HEALTH, Health, health_keys, series
 from omnitrl.report.records import eval_set_of, format_duration, set_label
 
@@ -49,7 +50,7 @@ def reward_curve(history: History, path: str | os.PathLike[str], title: str = "R
             Heading.
 
     Raises:
-        ValueError: there is no reward in the history.
+        InputError: there is no reward in the history.
 
     Example:
 
@@ -58,7 +59,7 @@ def reward_curve(history: History, path: str | os.PathLike[str], title: str = "R
     ```
     """
     if not has_rewards(history):
-        raise ValueError(
+        raise InputError(
             "history has no reward to draw: give rows with 'step' and 'reward' or 'eval_reward', for example "
             "[{'step': 1, 'reward': 0.5}]."
         )
@@ -90,10 +91,10 @@ def small_multiples(history: History, keys: Sequence[str], path: str | os.PathLi
             PNG to write; its folder is made if need be.
 
     Raises:
-        ValueError: `keys` is empty.
+        InputError: `keys` is empty.
     """
     if not keys:
-        raise ValueError("keys is empty: name at least one metric, for example ['kl'].")
+        raise InputError("keys is empty: name at least one metric, for example ['kl'].")
     columns = min(3, len(keys))
     rows = -(-len(keys) // columns)
     figure, _ = _figure(3.4 * columns, 2.3 * rows, axes=False)
@@ -123,7 +124,7 @@ def _draw_training(axes: Axes, history: History) -> None:
     if stds:
         low = [reward - stds.get(step, 0.0) for step, reward in points]
         high = [reward + stds.get(step, 0.0) for step, reward in points]
-        axes.fill_between(steps, low, high, color=TRAINING_COLOR, alpha=0.12, linewidth=0, label="± std in a group")
+        axes.fill_between(steps, low, high, color=TRAINING_COLOR, alpha=0.12, linewidth=0, label="± reward_std")
     marker = "o" if len(points) < 3 else ""
     axes.plot(steps, rewards, color=TRAINING_COLOR, linewidth=1.4, marker=marker, markersize=3, label="training")
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omnitrl.errors import InputError
 from omnitrl.report.records import THUMBNAIL_SIDE, thumbnail
 
 
@@ -55,7 +56,7 @@ def image_grid(
         `PIL.Image.Image`: an RGB picture.
 
     Raises:
-        ValueError: no pictures, a wrong number of captions, or `columns` or `scale` below 1.
+        InputError: no pictures, a wrong number of captions, or `columns` or `scale` below 1.
 
     Example:
 
@@ -65,9 +66,9 @@ def image_grid(
     """
     _check_tiles(images, captions, "captions")
     if columns < 1:
-        raise ValueError(f"columns={columns} draws nothing: use 1 or more, for example columns=8.")
+        raise InputError(f"columns={columns} draws nothing: use 1 or more, for example columns=8.")
     if scale is not None and scale < 1:
-        raise ValueError(f"scale={scale} must be a whole number of at least 1, for example scale=2.")
+        raise InputError(f"scale={scale} must be a whole number of at least 1, for example scale=2.")
     columns = min(columns, len(images))
     tiles = [_tile(image, scale) for image in images]
     width, height = _cell_size(tiles)
@@ -121,10 +122,10 @@ def before_after(
         `PIL.Image.Image`: an RGB picture.
 
     Raises:
-        ValueError: the numbers of pictures and captions differ.
+        InputError: the numbers of pictures and captions differ.
     """
     if len(before) != len(after):
-        raise ValueError(
+        raise InputError(
             f"before has {len(before)} pictures and after has {len(after)}: give one of each for every prompt, in the "
             "same order."
         )
@@ -155,7 +156,7 @@ def timeline(
         `PIL.Image.Image`: an RGB picture.
 
     Raises:
-        ValueError: no rows, or rows or captions of different lengths.
+        InputError: no rows, or rows or captions of different lengths.
 
     Example:
 
@@ -164,11 +165,11 @@ def timeline(
     ```
     """
     if not rows:
-        raise ValueError("rows is empty: give at least one, for example [('step 0', images)].")
+        raise InputError("rows is empty: give at least one, for example [('step 0', images)].")
     columns = len(rows[0][1])
     for label, images in rows:
         if len(images) != columns:
-            raise ValueError(f"Row {label!r} has {len(images)} pictures and row {rows[0][0]!r} has {columns}: give "
+            raise InputError(f"Row {label!r} has {len(images)} pictures and row {rows[0][0]!r} has {columns}: give "
                              "every row one picture for each prompt, None where there is none.")  # fmt: skip
         _check_tiles(images, captions, f"captions for row {label!r}")
     tiles = [[_tile(image, None) for image in images] for _, images in rows]
@@ -196,9 +197,9 @@ def timeline(
 
 def _check_tiles(images: Sequence[Image | None], captions: Sequence[str] | None, what: str) -> None:
     if not images:
-        raise ValueError("images is empty: give at least one picture.")
+        raise InputError("images is empty: give at least one picture.")
     if captions is not None and len(captions) != len(images):
-        raise ValueError(
+        raise InputError(
             f"{len(captions)} {what} for {len(images)} pictures: give {len(images)}, or captions=None for none."
         )
 

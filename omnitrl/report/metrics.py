@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from omnitrl.errors import InputError
+
 
 class MetricsWriter:
     """
@@ -29,7 +31,7 @@ class MetricsWriter:
             Begin with an empty file; one that exists is kept under the same name with `.bak` added.
 
     Raises:
-        OSError: the file cannot be opened; the sentence says what to do.
+        InputError: the file cannot be opened; the sentence says what to do.
 
     Attributes:
         last_row (`dict[str, Any]`):
@@ -56,7 +58,7 @@ class MetricsWriter:
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             reason = error.strerror or str(error)
-            raise OSError(
+            raise InputError(
                 f"Cannot write {self.path} ({reason[0].lower()}{reason[1:]}): choose an output_dir that this user may "
                 f"write to, for example output_dir='./runs/first'."
             ) from error
@@ -113,7 +115,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line other than the last is not a JSON object.
+        InputError: a line other than the last is not a JSON object.
 
     Example:
 
@@ -139,7 +141,7 @@ def _parse(text: str, path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(row)
         elif any(later.strip() for later in lines[number:]):
-            raise ValueError(
+            raise InputError(
                 f"Line {number} of {path} is not a JSON object: {line[:60]!r}. Delete that line to go on, or move the "
                 "file away to start a new one."
             )

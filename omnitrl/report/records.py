@@ -9,7 +9,7 @@ import math
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,9 @@ THUMBNAIL_SIDE = 256
 # `eval_reward` is the held-out set, `eval_unseen_reward` the set named "unseen".
 _EVAL_REWARD = re.compile(r"^(eval(?:_.+)?)_reward$")
 _VERSIONED = ("omnitrl", "torch", "diffusers", "transformers", "accelerate", "peft", "trl", "datasets")
+
+# The mean of one of several reward functions.
+_PART = re.compile(r"^rewards/.+/mean$")
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Sample:
     def label(self) -> str:
         """The text under a picture: caption or prompt, and the reward on a line of its own where there is one."""
         text = self.caption or self.prompt
-        return text if is_missing(self.reward) else f"{text}\n{format_number(self.reward)}"
+        return text if is_missing(self.reward) else f"{text}\n{format_number(self.reward, 2)}"
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that JSON can hold; the picture is shrunk to 256 pixels and becomes base64 PNG."""
@@ -216,9 +219,17 @@ def headlines(run: RunSummary) -> list[Headline]:
         if ends is None:
             continue
         before, after = (record.plain_metrics() for record in ends)
-        keys = sorted((key for key in after if key in before), key=lambda key: key != "reward")
+        keys = sorted((key for key in after if key in before and _is_result(key, after)), key=lambda k: k != "reward")
         found += [Headline(name, key, before[key], after[key], ends[0].step, ends[1].step) for key in keys]
     return found
+
+
+def _is_result(key: str, metrics: Mapping[str, float]) -> bool:
+    """Whether a metric of an evaluation says how good the pictures are, and is not the reward a second time."""
+    if key == "loss" or key.endswith(("_std", "/std", "_time")) or key.startswith("time/"):
+        return False
+    parts = [name for name in metrics if _PART.match(name)]
+    return not (_PART.match(key) and len(parts) == 1 and "reward" in metrics)
 
 
 def eval_set_of(key: str) -> str | None:
@@ -238,20 +249,20 @@ def is_missing(value: float | None) -> bool:
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """A number as a person writes it: `0.505`, `1,250`, `2.1e-05`, `–` when missing."""
+    """A number as a person writes it: `0.505`, `12.3`, `1,250`, `2.1e-05`, `–` when missing."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
     if size and size < 10 ** (1 - digits):
         return f"{value:.1e}"
-    if size >= 1000 or float(value).is_integer():
+    if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{digits}f}" if size < 10 else f"{value:.1f}"
 
 
 def format_duration(seconds: float) -> str:
     """Seconds as `42 s`, `3 min 20 s` or `2 h 05 min`."""
-    whole = int(round(seconds))
+    whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
