@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` prints what there is. Every target sets up what it needs once, and again when setup.py changes.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+# On a machine without a GPU the CPU build of PyTorch is much smaller: pass what pytorch.org's selector says after
+# `pip install`, as in `make quickstart TORCH="torch==2.13.0 --index-url …"`.
+TORCH ?= torch==2.13.0
+ALGO ?= flow_grpo
+ARGS ?=
+JOBS ?= 2
+
+# The oldest versions that setup.py allows, and those of their own dependencies that they need.
+COMPAT_DIR := .compat
+COMPAT := "transformers==5.13.*" "diffusers==0.40.*" "accelerate==1.12.*" "peft==0.19.*" \
+	"tokenizers>=0.22,<=0.23.0" "huggingface_hub>=1.31,<2"
+
+# An idle OpenMP thread that spins takes the core of the one that works, on small machines and with several processes.
+export GOMP_SPINCOUNT := 0
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+test test-fast test-compat bench: export OMP_NUM_THREADS ?= 1
+
+PIP := $(BIN)/python -m pip
+PYTEST := $(BIN)/python -m pytest
+NONE_IS_FINE := || [ $$? -eq 5 ]  # pytest's code for an empty selection
+
+TORCH_STAMP := $(VENV)/.stamp-torch
+USER_STAMP := $(VENV)/.stamp-quickstart
+DEV_STAMP := $(VENV)/.stamp-dev
+COMPAT_STAMP := $(COMPAT_DIR)/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-fast test-compat bench docs quality format clean clean-all
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+quickstart: $(USER_STAMP)  ## train the model that ships with the package and show what it learnt; ALGO=… ARGS=…
+	$(BIN)/omnitrl quickstart --algo $(ALGO) $(ARGS)
+
+setup: $(DEV_STAMP)  ## the environment for development, in .venv
+
+test: $(DEV_STAMP) test-compat  ## all tests
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not distributed and not server" $(ARGS)
+	$(PYTEST) -m "distributed or server" $(ARGS) $(NONE_IS_FINE)
+
+test-fast: $(DEV_STAMP)  ## the tests that take seconds
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not distributed and not server" $(ARGS)
+
+test-compat: $(DEV_STAMP) $(COMPAT_STAMP)  ## the tests marked `compat`, with the oldest supported libraries
+	PYTHONPATH=$(COMPAT_DIR) $(PYTEST) -n $(JOBS) --dist worksteal -m compat $(ARGS)
+
+bench: $(DEV_STAMP)  ## what prints the figures that the documentation quotes
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+docs: $(DEV_STAMP)  ## the documentation as a site, in docs/build/html
+	$(BIN)/python docs/build.py
+
+quality: $(DEV_STAMP)  ## linter, formatter and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)  ## put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what was built
+	rm -rf build dist docs/build *.egg-info .mypy_cache .pytest_cache .ruff_cache $(COMPAT_DIR)
+	find omnitrl tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+clean-all: clean  ## remove the environment too
+	rm -rf $(VENV)
+
+# PyTorch goes first and is held by a constraint, so that no later package replaces it with another build.
+$(TORCH_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "omnitrl needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(TORCH)
+	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/constraints.txt
+	touch $@
+
+$(USER_STAMP): $(TORCH_STAMP) setup.py
+	$(PIP) install -c $(VENV)/constraints.txt -e ".[ocr]"
+	touch $@
+
+$(DEV_STAMP): $(USER_STAMP)
+	$(PIP) install -c $(VENV)/constraints.txt -e ".[ocr,dev]"
+	touch $@
+
+$(COMPAT_STAMP): $(DEV_STAMP) Makefile
+	rm -rf $(COMPAT_DIR)
+	$(PIP) install --no-deps --target $(COMPAT_DIR) $(COMPAT)
+	PYTHONPATH=$(COMPAT_DIR) $(BIN)/python -c "import transformers, diffusers, accelerate, peft, trl, datasets"
+	touch $@
