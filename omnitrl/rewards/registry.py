@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a name or a dotted path to a reward function."""
+
+import difflib
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from .contract import RewardFunc
+
+
+BUILTIN_REWARDS = {
+    "brightness": "omnitrl.rewards.image:brightness_reward",
+    "jpeg_compressibility": "omnitrl.rewards.image:jpeg_compressibility_reward",
+    "jpeg_incompressibility": "omnitrl.rewards.image:jpeg_incompressibility_reward",
+    "ocr": "omnitrl.rewards.ocr:ocr_reward",
+    "ocr_exact": "omnitrl.rewards.ocr:ocr_exact_reward",
+}
+"""Names of the built-in rewards and where they live."""
+
+
+def get_reward(spec: "str | RewardFunc") -> RewardFunc:
+    """
+    Resolves what a user may give as a reward.
+
+    Args:
+        spec (`str` or `Callable`):
+            A callable is returned as it is. A string is the name of a built-in reward (see [`BUILTIN_REWARDS`]) or a
+            dotted path, `package.module:function` or `package.module.function`.
+
+    Returns:
+        `Callable`: the reward.
+
+    Raises:
+        `ValueError`: for a name or path that leads nowhere.
+        `TypeError`: for something that cannot be called, or a class where an instance of it is meant.
+
+    Example:
+
+    ```python
+    >>> from omnitrl.rewards import get_reward
+
+    >>> get_reward("ocr").__name__
+    'ocr_reward'
+    ```
+    """
+    found: Any = _from_string(spec) if isinstance(spec, str) else spec
+    if inspect.isclass(found):
+        raise TypeError(f"the reward {found.__name__} is a class: pass an instance of it, {found.__name__}().")
+    if not callable(found):
+        raise TypeError(
+            f"a reward must be callable or a string, got {spec!r:.80} of type {type(found).__name__}: pass for "
+            f"example a function `def reward(completions, **kwargs)` or the name 'ocr'."
+        )
+    return found
+
+
+def _from_string(spec: str) -> Any:
+    if spec in BUILTIN_REWARDS:
+        return _import(BUILTIN_REWARDS[spec])
+    if ":" in spec or "." in spec:
+        return _import(spec)
+    near = difflib.get_close_matches(spec.lower(), BUILTIN_REWARDS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"unknown reward {spec!r}: {hint}Built-in rewards are {', '.join(sorted(BUILTIN_REWARDS))}; for your own, "
+        f"give the path 'package.module:function'."
+    )
+
+
+def _import(path: str) -> Any:
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name or not attribute:
+        raise ValueError(f"reward {path!r} is not a path of the form 'package.module:function'.")
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists but misses a package of its own has its own, better message.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        top = module_name.partition(".")[0]
+        here = Path(f"{top}.py").exists() or Path(top).is_dir()
+        hint = "it is in the current folder, so run with PYTHONPATH=." if here else "is it installed or on PYTHONPATH?"
+        raise ValueError(f"reward {path!r}: there is no module {error.name!r} to import ({hint})") from error
+    for part in attribute.split("."):
+        if part not in dir(found):
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            hint = f": did you mean {near[0]!r}?" if near else "."
+            raise ValueError(f"reward {path!r}: {module_name!r} has no {part!r}{hint}")
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import logging
+import threading
+from pathlib import Path
+
+import matplotlib
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from omnitrl.rewards import (
+    OCRReward,
+    RewardRunner,
+    TextRecognizer,
+    ocr,
+    ocr_exact_reward,
+    ocr_reward,
+    quoted_text,
+    text_score,
+)
+
+
+ROWS = json.loads((Path(__file__).parents[1] / "golden" / "08_reward_ocr_text" / "case.json").read_text())["rows"]
+FONT = Path(matplotlib.__file__).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSansMono-Bold.ttf"
+WORDS = (
+    "CAT DOG SUN MAP RED SKY BOX CUP HAT PEN TEA KEY JAM OWL FOX "
+    "ICE NET LOG BEE RUN BUS CAR COW EGG FAN GEM HEN INK JAR KID"
+).split()
+
+
+def render(word, size=(64, 32), font_size=30, colour="black", background="white"):
+    image = Image.new("RGB", size, background)
+    font = ImageFont.truetype(str(FONT), font_size)
+    ImageDraw.Draw(image).text((size[0] / 2, size[1] / 2), word, font=font, fill=colour, anchor="mm")
+    return image
+
+
+# --- text against text (golden case 08, acceptance test A12) --------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recognised']}-{row['target']}")
+@pytest.mark.parametrize(
+    ("project", "options"),
+    [
+        ("flow_grpo", {"substring": True, "strip": "spaces"}),
+        ("flow_factory", {"substring": True, "strip": "spaces"}),
+        ("verl_omni", {"substring": True, "strip": "whitespace", "empty_target": "match"}),
+    ],
+)
+def test_golden_08_text_score(row, project, options):
+    expected = row[project]
+    if expected == "ZeroDivisionError":
+        with pytest.raises(ValueError, match="no characters"):
+            text_score(row["recognised"], row["target"], **options)
+    else:
+        assert text_score(row["recognised"], row["target"], **options) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("recognised", "target", "options", "expected"),
+    [
+        ("Hello World", "Hello World", {}, 1.0),
+        ("hellowor1d", "Hello World", {}, 0.9),
+        ("你好吗", "你好", {}, 0.5),
+        ("你好吗", "你好", {"substring": True}, 1.0),
+        ("你好", "你好吗", {}, 2 / 3),
+        ("", "Hello World", {}, 0.0),
+        ("#" * 40, "Hello World", {}, 0.0),  # not -3
+        ("SALE Hello World 50% OFF", "Hello World", {}, 0.0),
+        ("SALE Hello World 50% OFF", "Hello World", {"substring": True}, 1.0),
+        ("STOP STOP", "STOP", {}, 0.0),
+        ("New\nYork", "New York", {}, 1.0),
+        ("New\nYork", "New York", {"strip": "spaces"}, 6 / 7),
+        ("École", "E\u0301COLE", {}, 1.0),  # an accent as a character of its own
+        ("kitten", "sitting", {}, 4 / 7),
+    ],
+)
+def test_a12_text_score(recognised, target, options, expected):
+    assert text_score(recognised, target, **options) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"strip": "tabs"}, {"empty_target": "zero"}])
+def test_unknown_options_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*must be"):
+        text_score("a", "a", **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ('A sign that says "Hello World" in red', "Hello World"),
+        ("curly “Hello” quotes", "Hello"),
+        ("the wrong way round ”Hello“", "Hello"),
+        ("German „Guten Tag“", "Guten Tag"),
+        ("French « Bonjour »", "Bonjour"),
+        ("Japanese 「你好」", "你好"),
+        ("book 『千と千尋』", "千と千尋"),
+        ('two "first" and "second"', "first"),
+        ('nothing "" and "then"', "then"),
+        ('only ""', ""),
+        ('“curly” before "straight"', "curly"),
+        ("an apostrophe isn't one, 'nor' this", None),
+        ("no quotes at all", None),
+        ('one " alone', None),
+        ("", None),
+    ],
+)
+def test_a12_quoted_text(prompt, expected):
+    assert quoted_text(prompt) == expected
+
+
+# --- text in images -------------------------------------------------------------------------------------------------
+
+
+def test_rendered_words_are_read_exactly():
+    images = [render(word) for word in WORDS]
+    assert TextRecognizer().read(images) == WORDS
+    assert ocr_reward(prompts=WORDS, completions=images) == [1.0] * 30
+    assert ocr_exact_reward(prompts=WORDS, completions=images) == [1.0] * 30
+
+
+def test_reading_depends_on_neither_batch_nor_order_nor_colour():
+    images = [render(word, colour="yellow", background="navy") for word in WORDS[:7]]
+    images.insert(3, render("WIDE WORD", size=(192, 32)))
+    expected = [*WORDS[:3], "WIDE WORD", *WORDS[3:7]]
+    assert TextRecognizer(batch_size=1).read(images) == expected
+    assert TextRecognizer(batch_size=3).read(images[::-1]) == expected[::-1]
+
+
+def test_an_image_is_read_once(monkeypatch):
+    reader = TextRecognizer(cache_size=2)
+    read = []
+    whole = TextRecognizer._read_batch
+    monkeypatch.setattr(reader, "_read_batch", lambda p, width: read.append(len(p)) or whole(reader, p, width))
+    cat, dog, sun = (render(word) for word in ("CAT", "DOG", "SUN"))
+    assert reader.read([cat, dog, render("CAT")]) == ["CAT", "DOG", "CAT"]
+    assert reader.read([render("DOG")]) == ["DOG"]
+    assert read == [2]
+    assert reader.read([sun, cat]) == ["SUN", "CAT"]  # CAT was the older of the two and still counts here
+    assert read == [2, 1]
+    assert reader.read([dog]) == ["DOG"]  # pushed out
+    assert read == [2, 1, 1]
+
+
+def test_images_of_other_shape_with_the_same_bytes_are_different():
+    image = render("CAT")
+    folded = Image.frombytes("RGB", (32, 64), image.tobytes())
+    assert TextRecognizer().read([image, folded])[0] == "CAT"
+    assert TextRecognizer().read([folded, image])[1] == "CAT"
+
+
+def test_two_rewards_in_one_run_read_the_images_once(monkeypatch):
+    reader = ocr._shared_reader(page=False, threads=1)
+    read = []
+    whole = TextRecognizer._read_batch
+    monkeypatch.setattr(reader, "_read_batch", lambda p, width: read.extend(p) or whole(reader, p, width))
+    words = ["VAN", "WEB", "YAK"]
+    images = [render(word, colour=(0, 0, 90)) for word in words]  # not read before
+    with RewardRunner(["ocr", "ocr_exact"], weights=[1, 0]) as runner:
+        for word, image in zip(words, images, strict=True):
+            runner.submit([{"prompt": f'the word "{word}"'}], [image])
+        batch = runner.collect()
+    assert batch.rewards.tolist() == [[1.0, 1.0]] * 3
+    assert batch.extras == {"ocr_text": words}
+    assert len(read) == 3
+
+
+def test_the_target_is_the_column_then_the_quotes_then_the_prompt():
+    images = [render("CAT")] * 5
+    prompts = ['draw "CAT"', 'draw "CAT"', "cat", 'draw "CUT"', 'draw "DOG"']
+    assert ocr_reward(prompts, images, text=["DOG", None, None, None, "CAT"]) == [
+        0.0,
+        1.0,
+        1.0,
+        pytest.approx(2 / 3),
+        1.0,
+    ]
+    assert ocr_exact_reward(prompts, images) == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_an_empty_target_has_no_reward(caplog):
+    with caplog.at_level(logging.WARNING):
+        scores = ocr_reward(["", 'an empty "" sign', 'a "CAT"'], [render("CAT")] * 3, text=[" ", None, None])
+    assert scores == [None, None, 1.0]
+    assert "2 of 3 rows have no OCR reward" in caplog.text
+
+
+def test_options_of_the_class():
+    images = [render("ACATS", size=(96, 32))]
+    assert OCRReward()(["cat"], images) == [pytest.approx(1 / 3)]
+    assert OCRReward(substring=True)(["cat"], images) == [1.0]
+    assert OCRReward(exact=True)(["cat"], images) == [0.0]
+    with pytest.raises(ValueError, match="exclude each other"):
+        OCRReward(exact=True, substring=True)
+    with pytest.raises(ValueError, match="strip='tabs'"):
+        OCRReward(strip="tabs")
+
+
+def test_large_images_are_searched_for_text():
+    page = Image.new("RGB", (320, 200), "white")
+    page.paste(render("HELLO", size=(120, 40)), (10, 20))
+    page.paste(render("WORLD", size=(120, 40)), (180, 140))
+    seen = {}
+    assert ocr_reward(["Hello World"], [page], log_extra=seen.__setitem__) == [1.0]
+    assert seen == {"ocr_text": ["HELLO WORLD"]}
+    assert OCRReward(detect=False)(["Hello World"], [page])[0] < 1.0
+    mixed = ocr_reward(["cat", "Hello World", "dog"], [render("CAT"), page, render("DOG")])
+    assert mixed == [1.0, 1.0, 1.0]
+    assert ocr_reward(["cat"], [Image.new("RGB", (128, 128), "white")]) == [0.0]
+
+
+def test_the_network_is_loaded_once_by_many_threads():
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(ocr._shared_reader(False, 1))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len({id(reader) for reader in found}) == 1
+
+
+def test_a_missing_package_names_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setattr(ocr, "_PACKAGE", "no_such_ocr_package")
+    with pytest.raises(ImportError, match=r'pip install "omnitrl\[ocr\]"'):
+        TextRecognizer()
