@@ -96,6 +96,7 @@ def clipped_policy_loss(
 
 def _mean_gap(mean: Tensor, mean_ref: Tensor, std: Tensor | float) -> tuple[Tensor, Tensor]:
     """`(B,)` mean squared gap of the two means, and the variance beside it."""
+    check_same_shape(mean=mean, mean_ref=mean_ref)
     mean, mean_ref = at_least_float32(mean, mean_ref)
     std = per_row(std, mean, "std")
     if not (std > 0).all():
@@ -167,6 +168,7 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Tensor:
     Returns:
         `Tensor` of shape `(B,)`.
     """
+    check_same_shape(velocity=velocity, velocity_ref=velocity_ref)
     velocity, velocity_ref = at_least_float32(velocity, velocity_ref)
     return sample_mean((velocity - velocity_ref).square())
 

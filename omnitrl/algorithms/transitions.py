@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from omnitrl.algorithms._tensors import at_least_float32, check_same_shape, per_row
+from omnitrl.algorithms._tensors import at_least_float32, check_same_shape, per_row, sample_mean
 from omnitrl.algorithms.sigmas import make_sigma_table
 
 
@@ -376,6 +376,6 @@ def gaussian_log_prob(
             f"steps only, those where `TransitionTable.stochastic` is True."
         )
     elements = mean[0].numel()
-    mean_square = (sample - mean).square().flatten(1).mean(1)
+    mean_square = sample_mean((sample - mean).square())
     log_prob = LOG_PROB_FORMS[form](mean_square, std)
     return log_prob * elements if reduction == "sum" else log_prob
