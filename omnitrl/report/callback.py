@@ -16,7 +16,7 @@ from omnitrl.errors import InputError
 from omnitrl.report.folder import RunFolder
 from omnitrl.report.metrics import MetricsWriter
 from omnitrl.report.progress import Progress
-from omnitrl.report.records import EvaluationRecord, RunSummary, is_missing, package_versions, pick_samples
+from omnitrl.report.records import EvaluationRecord, RunSummary, column, package_versions, pick_samples
 
 
 class ReportCallback(TrainerCallback):
@@ -212,8 +212,7 @@ class ReportCallback(TrainerCallback):
         self._writer = MetricsWriter(self.folder.metrics, truncate_after_step=step)
         self.summary.history = self.folder.load_history()
         self.summary.evaluations = self.folder.load_records(truncate_after_step=step)
-        seconds = [row["seconds"] for row in self.summary.history if not is_missing(row.get("seconds"))]
-        self._seconds_before = max(seconds, default=0.0)
+        self._seconds_before = max(column(self.summary.history, "seconds"), default=0.0)
 
     def _close_writer(self) -> None:
         if self._writer is not None:
@@ -228,7 +227,7 @@ class ReportCallback(TrainerCallback):
         summary.title = summary.title or f"{summary.algorithm} run"
 
     def _last_step(self) -> int:
-        return max((int(row.get("step") or 0) for row in self.summary.history), default=0)
+        return int(max(column(self.summary.history, "step"), default=0))
 
     def _attempt(self, write: Callable[..., None], *what: Any) -> None:
         """Run a writer of files; a full disk costs the picture, not the run."""

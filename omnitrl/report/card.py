@@ -78,13 +78,15 @@ def model_card(
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     all_tags = ["omnitrl", _tag(run.algorithm), *(["lora"] if adapter else []), pipeline_tag, "diffusers", *tags]
-    metadata: dict[str, str] = {}
-    if _is_hub_id(base_model):
-        metadata = {"base_model": base_model, "base_model_relation": "adapter" if adapter else "finetune"}
+    on_hub = _is_hub_id(base_model)
     data = ModelCardData(
-        library_name="diffusers", pipeline_tag=pipeline_tag, tags=list(dict.fromkeys(filter(None, all_tags))),
-        **metadata,
-    )  # fmt: skip
+        base_model=base_model if on_hub else None,
+        library_name="diffusers",
+        pipeline_tag=pipeline_tag,
+        tags=list(dict.fromkeys(tag for tag in all_tags if tag)),
+    )
+    if on_hub:
+        data["base_model_relation"] = "adapter" if adapter else "finetune"
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnitrl.errors import InputError
-from omnitrl.report.health import HEALTH, Health, health_keys, series
+from omnitrl.report.health import HEALTH, Health, series
 from omnitrl.report.records import eval_set_of, format_duration, set_label
 
 
@@ -63,9 +64,11 @@ def reward_curve(history: History, path: str | os.PathLike[str], title: str = "R
             "history has no reward to draw: give rows with 'step' and 'reward' or 'eval_reward', for example "
             "[{'step': 1, 'reward': 0.5}]."
         )
-    figure, axes = _figure(7.2, 4.0)
+    figure = _figure(7.2, 4.0)
+    axes = figure.add_subplot()
+    _style(axes)
     _draw_training(axes, history)
-    for name, color in zip(evaluated_sets(history), _cycle(SET_COLORS), strict=False):
+    for name, color in zip(evaluated_sets(history), cycle(SET_COLORS), strict=False):
         points = series(history, f"{name}_reward")
         steps, rewards = zip(*points, strict=True)
         label = f"{set_label(name)}: {rewards[0]:.3f} → {rewards[-1]:.3f}"
@@ -97,7 +100,7 @@ def small_multiples(history: History, keys: Sequence[str], path: str | os.PathLi
         raise InputError("keys is empty: name at least one metric, for example ['kl'].")
     columns = min(3, len(keys))
     rows = -(-len(keys) // columns)
-    figure, _ = _figure(3.4 * columns, 2.3 * rows, axes=False)
+    figure = _figure(3.4 * columns, 2.3 * rows)
     for index, key in enumerate(keys):
         axes = figure.add_subplot(rows, columns, index + 1)
         _style(axes)
@@ -152,17 +155,14 @@ def _label_seconds(axes: Axes, history: History) -> None:
         spine.set_visible(False)
 
 
-def _figure(width: float, height: float, axes: bool = True) -> tuple[Figure, Axes]:
+def _figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # Without pyplot: no display, no global state, no figure that stays in memory.
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
-    drawn = figure.add_subplot(1, 1, 1) if axes else None
-    if drawn is not None:
-        _style(drawn)
-    return figure, drawn
+    return figure
 
 
 def _style(axes: Axes) -> None:
@@ -180,10 +180,3 @@ def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, format="png")
-
-
-def _cycle(colors: Sequence[str], count: int = 64) -> list[str]:
-    return [colors[index % len(colors)] for index in range(count)]
-
-
-__all__ = ["evaluated_sets", "has_rewards", "health_keys", "reward_curve", "small_multiples"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrl.report import curves, grid
+from omnitrl.report.health import health_keys
 from omnitrl.report.metrics import read_metrics
 from omnitrl.report.page import write_report
 from omnitrl.report.records import EvaluationRecord, RunSummary, matched_samples, timeline_records
@@ -91,7 +92,7 @@ class RunFolder:
         """Write `reward_curve.png` and `health.png` if there is anything to draw."""
         if curves.has_rewards(run.history):
             curves.reward_curve(run.history, self.reward_curve, title=run.title)
-        keys = curves.health_keys(run.history)
+        keys = health_keys(run.history)
         if keys:
             curves.small_multiples(run.history, keys, self.health)
 

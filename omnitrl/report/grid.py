@@ -238,7 +238,7 @@ def _paste(canvas: Image, draw: ImageDraw, tile: Image | None, box: tuple[int, i
         draw.rectangle((x, y, x + width - 1, y + height - 1), fill=EMPTY)
         draw.text((x + width // 2, y + height // 2), "no picture", fill=MUTED, font=_font(CAPTION_SIZE), anchor="mm")
         return
-    left, top = x + (width - tile.width) // 2, y + (height - tile.height) // 2
+    left, top = x, y + height - tile.height  # at the caption below, where the pictures differ in size
     canvas.paste(tile, (left, top))
     # A frame one pixel outside: a white picture on the white page would otherwise have no edge.
     draw.rectangle((left - 1, top - 1, left + tile.width, top + tile.height), outline=LINE)

@@ -17,6 +17,7 @@ from omnitrl.report.recipe import config_rows, recipe_rows
 from omnitrl.report.records import (
     RunSummary,
     Sample,
+    column,
     format_duration,
     format_number,
     headlines,
@@ -123,8 +124,7 @@ def _view(run: RunSummary) -> dict[str, Any]:
 
 
 def _facts(run: RunSummary) -> list[tuple[str, str]]:
-    steps = [row["step"] for row in run.history if row.get("step") is not None]
-    seconds = [row["seconds"] for row in run.history if not is_missing(row.get("seconds"))]
+    steps, seconds = column(run.history, "step"), column(run.history, "seconds")
     facts = [("algorithm", run.algorithm), ("model", run.model_name)]
     if steps:
         facts.append(("steps", f"{max(steps):,}"))
@@ -189,7 +189,7 @@ def _clock(run: RunSummary) -> Callable[[float], str] | None:
 
 def _picture(sample: Sample, side: int | None = None) -> dict[str, Any]:
     image = sample.image
-    shown: dict[str, Any] = {"prompt": sample.prompt, "caption": sample.caption, "uri": None}
+    shown: dict[str, Any] = {"prompt": sample.prompt, "caption": sample.caption, "uri": None, "width": MIN_TILE_WIDTH}
     shown["reward"] = None if is_missing(sample.reward) else format_number(sample.reward, 2)
     if image is not None:
         image = thumbnail(image, side) if side else thumbnail(image)
@@ -210,7 +210,9 @@ def _pairs(run: RunSummary, name: str | None) -> dict[str, Any] | None:
     pairs = [(_picture(before), _picture(after)) for before, after in matched_samples(ends)]
     if not pairs:
         return None
-    return {"label": set_label(ends[0].name), "before": ends[0].step, "after": ends[1].step, "pairs": pairs}
+    width = 2 * max(picture["width"] for pair in pairs for picture in pair) + 8
+    label = set_label(ends[0].name)
+    return {"label": label, "before": ends[0].step, "after": ends[1].step, "pairs": pairs, "width": width}
 
 
 def _latest(run: RunSummary, name: str | None) -> dict[str, Any] | None:
@@ -219,7 +221,8 @@ def _latest(run: RunSummary, name: str | None) -> dict[str, Any] | None:
     if ends is None or ends[0].step != ends[1].step:
         return None
     pictures = [_picture(sample) for sample in ends[1].samples]
-    return {"label": set_label(ends[1].name), "step": ends[1].step, "pictures": pictures}
+    width = max(picture["width"] for picture in pictures)
+    return {"label": set_label(ends[1].name), "step": ends[1].step, "pictures": pictures, "width": width}
 
 
 def _timeline(run: RunSummary, name: str | None) -> dict[str, Any] | None:

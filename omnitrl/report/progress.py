@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from omnitrl.report.records import format_duration, format_number, is_missing, set_label
+from omnitrl.report.records import eval_set_of, format_duration, format_number, set_label
 
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ KEY_FIGURES = {
     "clip_ratio/region_mean": "clipped",
     "frac_reward_zero_std": "equal groups",
     "grad_norm": "grad",
-    "step_time": "s/step",
+    "step_time": "seconds/step",
 }
-LIVE_FIGURES = ("reward", "reward_std", "ratio/sum_log_std", "loss")
+LIVE_FIGURES = ("reward", "reward_std", "ratio/sum_log_std")
 
 
 class Progress:
@@ -64,7 +64,8 @@ class Progress:
         self.title, self.total, self.step = "", 0, 0
         self.metrics: dict[str, float] = {}
         self._phase = ""
-        self._started, self._first_step = time.monotonic(), 0
+        self._started = self._stepped = time.monotonic()
+        self._first_step = 0
         self._display: Live | None = None
         self._restore: weakref.finalize | None = None
 
@@ -83,7 +84,7 @@ class Progress:
         self.stop()
         self.title, self.total = title, max(int(total_steps), 0)
         self.step = self._first_step = initial_step
-        self._started = time.monotonic()
+        self._started = self._stepped = time.monotonic()
         if not self.live:
             resumed = f", from step {initial_step}" if initial_step else ""
             self._line(f"{title}: {self.total} steps{resumed}")
@@ -116,13 +117,16 @@ class Progress:
             step (`int`):
                 Steps done so far.
             metrics (`Mapping[str, Any]`, *optional*):
-                What was logged. Without metrics just the bar moves; a plain log gets a line only with metrics.
+                What was logged. Without metrics just the bar moves, and a plain log gets a line only with figures that
+                are worth one.
         """
-        self.step = step
+        if step != self.step:
+            self.step, self._stepped = step, time.monotonic()
         numbers = {key: float(value) for key, value in (metrics or {}).items() if _is_number(value)}
         self.metrics.update(numbers)
-        if numbers and not self.live:
-            self._line(self._plain_line(numbers))
+        line = "" if self.live else self._plain_line(numbers)
+        if line:
+            self._line(line)
 
     def message(self, text: str) -> None:
         """
@@ -153,7 +157,8 @@ class Progress:
         for index, name in enumerate(header):
             table.add_column(Text(str(name)), justify="left" if index == 0 else "right", overflow="fold")
         for row in body:
-            table.add_row(*(Text(format_number(cell) if isinstance(cell, float) else str(cell)) for cell in row))
+            texts = [format_number(cell) if cell is None or isinstance(cell, float) else str(cell) for cell in row]
+            table.add_row(*map(Text, texts))
         self.console.print(table)
 
     def stop(self) -> None:
@@ -175,22 +180,19 @@ class Progress:
         done = self.step - self._first_step
         if done <= 0 or self.total <= 0:
             return None
-        return (time.monotonic() - self._started) / done * max(self.total - self.step, 0)
+        return (self._stepped - self._started) / done * max(self.total - self.step, 0)
 
     def _line(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _plain_line(self, metrics: Mapping[str, float]) -> str:
-        parts = [f"step {self.step}/{self.total}" if self.total else f"step {self.step}"]
-        parts += _figures(metrics, KEY_FIGURES)
-        for key, value in metrics.items():
-            name, _, figure = key.rpartition("_")
-            if figure == "reward" and name.startswith("eval"):
-                parts.append(f"{set_label(name)} reward {format_number(value)}")
+        parts = _figures(metrics, KEY_FIGURES)
+        if not parts:
+            return ""
         left = self.seconds_left()
         if left:
             parts.append(f"left {format_duration(left)}")
-        return "  ".join(parts)
+        return "  ".join([f"step {self.step}/{self.total}" if self.total else f"step {self.step}", *parts])
 
     def _render(self) -> RenderableType:
         from rich.progress_bar import ProgressBar
@@ -214,9 +216,8 @@ class Progress:
             cells.append(Text(times, style="dim", no_wrap=True))
         bar.add_row(*cells)
         figures = _figures(self.metrics, {key: KEY_FIGURES[key] for key in LIVE_FIGURES})
-        status = Text(
-            " · ".join([self._phase, *figures] if self._phase else figures), no_wrap=True, overflow="ellipsis"
-        )
+        words = [self._phase, *figures] if self._phase else figures
+        status = Text(" · ".join(words), no_wrap=True, overflow="ellipsis")
         lines = Table.grid()
         lines.add_row(bar)
         lines.add_row(status)
@@ -224,8 +225,21 @@ class Progress:
 
 
 def _figures(metrics: Mapping[str, float], names: Mapping[str, str]) -> list[str]:
-    shown = [(label, metrics[key]) for key, label in names.items() if key in metrics]
-    return [f"{label} {format_number(value)}" for label, value in shown if not is_missing(value)]
+    """The named figures in words, the spread beside its mean, and then the rewards of evaluated sets."""
+    shown: list[str] = []
+    for key, label in names.items():
+        if key not in metrics:
+            continue
+        text = f"{label} {format_number(metrics[key])}"
+        if key == "reward_std" and shown:
+            shown[-1] += f" {text}"
+        else:
+            shown.append(text)
+    for key, value in metrics.items():
+        name = eval_set_of(key)
+        if name is not None:
+            shown.append(f"{set_label(name)} {format_number(value)}")
+    return shown
 
 
 def _is_number(value: Any) -> bool:

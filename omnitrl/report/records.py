@@ -58,7 +58,7 @@ class Sample:
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that JSON can hold; the picture is shrunk to 256 pixels and becomes base64 PNG."""
         picture = None if self.image is None else base64.b64encode(png_bytes(thumbnail(self.image))).decode("ascii")
-        reward = None if is_missing(self.reward) else float(self.reward)
+        reward = None if self.reward is None or is_missing(self.reward) else float(self.reward)
         return {"prompt": self.prompt, "reward": reward, "caption": self.caption, "image": picture}
 
     @classmethod
@@ -246,6 +246,11 @@ def set_label(name: str) -> str:
 def is_missing(value: float | None) -> bool:
     """Whether a number is `None`, NaN or infinite."""
     return value is None or not math.isfinite(value)
+
+
+def column(history: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """The numbers that rows have under `key`; missing ones are left out."""
+    return [row[key] for row in history if not is_missing(row.get(key))]
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
