@@ -17,9 +17,8 @@ class PromptStream:
     An endless row of shuffled passes over the prompts, cut into rollouts.
 
     ```
-    pass       |    0    |    1    |    2    |      7 prompts, each pass its own permutation
-    position   0123456 | 789…
-    rollout    |0 |1 |2 |3 |4 |5 |6 |            3 prompts a rollout: rollout 2 spans two passes
+    pass      0 0 0 0 0 0 0 1 1 1 1 1 1 1 2 2 …    7 prompts, every pass in an order of its own
+    rollout   0 0 0 1 1 1 2 2 2 3 3 3 4 4 4 5 …    3 prompts a rollout; the third spans two passes
     ```
 
     Nothing is dropped at the end of a pass, so every prompt is seen equally often whatever the sizes. There is no
