@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts in this process, with the trainer's own networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from omnitrl.algorithms import (
+    SigmaTable,
+    TransitionTable,
+    gaussian_log_prob,
+    transition_mean,
+    transition_std,
+    transition_table,
+)
+from omnitrl.models import Conditions, FlowModel
+from omnitrl.rollout.noise import SampleNoise
+from omnitrl.rollout.trajectory import SampleRequest, SamplingParams, Trajectory, WeightReport
+
+
+def _do_nothing() -> None:
+    return None
+
+
+class LocalEngine:
+    """
+    A [`RolloutEngine`] that samples with the trainer's modules: no server, no copy of the weights.
+
+    Args:
+        model ([`FlowModel`]): The family, for encoding, sigmas and decoding.
+        policy (`Callable[[], nn.Module]`, *optional*):
+            Returns the module whose `forward` is the velocity; a function because Accelerate may replace the module.
+            Defaults to `model.velocity` itself.
+        batch_size (`int`, defaults to 8): Samples per network call.
+        autocast (`Callable[[], ContextManager]`, *optional*): Precision context of the network calls.
+        on_step (`Callable[[], None]`, *optional*): Called after each network call; may raise to interrupt.
+
+    Example:
+
+    ```python
+    >>> engine = LocalEngine(load_flow_model(path), batch_size=4)
+    >>> request = SampleRequest({"prompt": "a sign that says HELLO"}, group_id=0, member=0, seed=42)
+    >>> [[trajectory]] = list(engine.generate([request], SamplingParams(num_inference_steps=28)))
+    >>> trajectory.media.save("hello.png")
+    ```
+    """
+
+    def __init__(
+        self,
+        model: FlowModel,
+        policy: Callable[[], nn.Module] | None = None,
+        batch_size: int = 8,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+        on_step: Callable[[], None] = _do_nothing,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+        self.model = model
+        self.batch_size = batch_size
+        self.forwards = 0
+        self.weight_version = 0
+        self._policy = policy or (lambda: model.velocity)
+        self._autocast = autocast
+        self._on_step = on_step
+
+    def generate(self, requests: Sequence[SampleRequest], params: SamplingParams) -> Iterator[list[Trajectory]]:
+        """Makes the samples batch by batch; see [`RolloutEngine.generate`]."""
+        shape = self.model.latent_shape(params.height, params.width)
+        table = self.model.sigmas(params.num_inference_steps, shape)
+        transitions = transition_table(table.sigmas, params.sde_type, params.noise_level, params.sde_steps)
+        for start in range(0, len(requests), self.batch_size):
+            yield self._generate_batch(requests[start : start + self.batch_size], params, table, transitions, shape)
+
+    @torch.no_grad()
+    def _generate_batch(
+        self,
+        requests: Sequence[SampleRequest],
+        params: SamplingParams,
+        table: SigmaTable,
+        transitions: TransitionTable,
+        shape: tuple[int, ...],
+    ) -> list[Trajectory]:
+        device = self.model.device
+        noises = [SampleNoise(request.seed, request.start_seed) for request in requests]
+        conditions = self.model.encode([request.row for request in requests], guidance=params.guidance_scale > 1.0)
+        latents = self.model.init_latents(torch.stack([noise.start(shape) for noise in noises]).to(device))
+        timesteps = table.timesteps.to(device)
+        kept = _Kept(params.keep_steps)
+        for step in range(table.num_steps):
+            velocity = self._velocity(latents, timesteps[step], conditions, params.guidance_scale)
+            mean = transition_mean(latents, velocity, transitions, step)
+            if not transitions.stochastic[step]:
+                latents = mean
+                continue
+            std = transition_std(latents, transitions, step)
+            noise = torch.stack([noise.step(shape) for noise in noises]).to(device)
+            following = noise.mul_(std).add_(mean)
+            if step in kept.steps:
+                kept.add(latents, following, gaussian_log_prob(following, mean, std, form=params.log_prob_form))
+            latents = following
+        media = self.model.decode(latents)
+        return kept.trajectories(requests, media, table, self.weight_version)
+
+    def _velocity(self, latents: Tensor, timestep: Tensor, conditions: Conditions, guidance_scale: float) -> Tensor:
+        with self._autocast():
+            velocity = self._policy()(latents, timestep.expand(len(latents)), conditions, guidance_scale)
+        self.forwards += len(latents) * (2 if guidance_scale > 1.0 else 1)
+        self._on_step()
+        return velocity
+
+    def update_weights(self, version: int) -> WeightReport:
+        """The modules are shared, so all of them have the new weights already."""
+        self.weight_version = version
+        expected = sum(1 for _ in self.model.networks.parameters())
+        return WeightReport(version, bound=expected, expected=expected)
+
+    def sleep(self) -> None:
+        """Nothing to free: the networks are the trainer's."""
+
+    def wake(self) -> None:
+        """Nothing to do, see `sleep`."""
+
+    def health(self) -> None:
+        """Always able to generate."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class _Kept:
+    """Collects the states around the kept steps of one batch, each state once."""
+
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        self.steps = tuple(sorted(steps))
+        self._states: list[Tensor] = []
+        self._before: list[int] = []
+        self._log_probs: list[Tensor] = []
+
+    def add(self, latents: Tensor, following: Tensor, log_prob: Tensor) -> None:
+        if not self._states or self._states[-1] is not latents:
+            self._states.append(latents)
+        self._before.append(len(self._states) - 1)
+        self._states.append(following)
+        self._log_probs.append(log_prob)
+
+    def trajectories(
+        self, requests: Sequence[SampleRequest], media: list, table: SigmaTable, weight_version: int
+    ) -> list[Trajectory]:
+        result = []
+        for i, request in enumerate(requests):
+            latents, following, log_probs = self._sample(i)
+            result.append(
+                Trajectory(
+                    request, media[i], table, self.steps, latents, following, log_probs, weight_version=weight_version
+                )
+            )
+        return result
+
+    def _sample(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample `i`'s states before (K, ...) and after (K, ...) each kept step and its log-probs (K,)."""
+        if not self._states:
+            empty = torch.zeros(0)
+            return empty, empty, empty
+        states = torch.stack([state[i] for state in self._states])
+        before = torch.tensor(self._before)
+        log_probs = torch.stack([log_prob[i] for log_prob in self._log_probs])
+        if len(states) == len(before) + 1:  # one contiguous stretch: two views of the same memory
+            return states[:-1], states[1:], log_probs
+        return states[before], states[before + 1], log_probs

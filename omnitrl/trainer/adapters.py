@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained: adapters or whole networks, and the reference policy that goes with either."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from omnitrl.errors import InputError
+from omnitrl.models import FlowModel
+
+
+def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> None:
+    """
+    Makes the networks of `model` trainable: new adapters, saved adapters, or all weights.
+
+    Args:
+        model ([`FlowModel`]): Modified in place.
+        peft_config (`PeftConfig` or `str`, *optional*):
+            Configuration of new adapters (`target_modules` default to the family's), or folder or Hub id of saved ones
+            to go on with. `None` trains all weights, in float32.
+    """
+    for name, network in model.networks.items():
+        if isinstance(network, PeftModel):
+            _refuse_second_adapter(name, peft_config)
+            continue
+        if getattr(network, "_hf_peft_config_loaded", False):
+            raise InputError(
+                f"The pipeline's {name} has LoRA weights loaded: merge them first with `pipeline.fuse_lora()` and "
+                "`pipeline.unload_lora_weights()`, or pass their folder as `peft_config` to go on training them."
+            )
+        if peft_config is None:
+            network.requires_grad_(True).float()
+        elif isinstance(peft_config, PeftConfig):
+            model.networks[name] = get_peft_model(network, _checked(peft_config, model))
+            # get_peft_model looks for `name_or_path`, which diffusers networks do not have.
+            for config in model.networks[name].peft_config.values():
+                config.base_model_name_or_path = model.name
+        else:
+            model.networks[name] = _load_adapter(network, str(peft_config))
+    trainable = [p for p in model.networks.parameters() if p.requires_grad]
+    if not trainable:
+        raise InputError("No weight is trainable: check `target_modules` and `inference_mode` of the peft_config.")
+
+
+def _refuse_second_adapter(name: str, peft_config: PeftConfig | str | None) -> None:
+    if peft_config is not None:
+        raise InputError(f"The model's {name} is a PeftModel already: leave peft_config out to train its adapter.")
+
+
+def _checked(peft_config: PeftConfig, model: FlowModel) -> PeftConfig:
+    """A copy of the user's config with our defaults filled in, after the checks that PEFT makes late or never."""
+    config = copy.deepcopy(peft_config)
+    if isinstance(config, LoraConfig):
+        if config.lora_dropout:
+            raise InputError(
+                f"lora_dropout={config.lora_dropout} makes a replay differ from its rollout, so that the ratio is "
+                "never 1: use lora_dropout=0.0."
+            )
+        if config.target_modules is None:
+            config.target_modules = list(model.default_lora_targets)
+    if config.task_type is not None:
+        raise InputError(f"task_type={config.task_type} is for language models: leave it None.")
+    return config
+
+
+def _load_adapter(network: nn.Module, source: str) -> PeftModel:
+    try:
+        return PeftModel.from_pretrained(network, source, is_trainable=True)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"No adapter can be loaded from peft_config={source!r} ({first_line}): pass a folder or Hub id with "
+            "adapter_config.json and adapter_model.safetensors, or a `LoraConfig` for a new adapter."
+        ) from error
+
+
+def has_adapters(model: FlowModel) -> bool:
+    """Whether adapters are trained rather than whole networks."""
+    return any(isinstance(network, PeftModel) for network in model.networks.values())
+
+
+Velocity = Callable[..., Tensor]
+
+
+class ReferencePolicy:
+    """
+    The policy as it was before training, for KL terms.
+
+    With adapters it is the same network with the adapters off, which costs no memory. With full fine-tuning it is a
+    frozen copy, made when this object is.
+
+    Args:
+        model ([`FlowModel`]): The model that is trained.
+    """
+
+    def __init__(self, model: FlowModel) -> None:
+        self._model = model
+        self._copy: FlowModel | None = None
+        if not has_adapters(model):
+            self._copy = copy.copy(model)
+            self._copy.networks = copy.deepcopy(model.networks).requires_grad_(False).eval()
+
+    @contextmanager
+    def velocity(self, policy: nn.Module) -> Iterator[Velocity]:
+        """Gives the reference's velocity function; `policy` is the (wrapped) policy that is trained."""
+        with torch.no_grad(), ExitStack() as stack:
+            if self._copy is not None:
+                self._copy.networks.to(self._model.device)
+                yield self._copy.velocity
+            else:
+                for network in self._model.networks.values():
+                    stack.enter_context(network.disable_adapter())
+                yield policy

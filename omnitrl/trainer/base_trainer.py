@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every omnitrl trainer adds to `transformers.Trainer`: diffusers networks, atomic checkpoints, EMA, reports."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import DistributedType
+from diffusers import DiffusionPipeline
+from diffusers.training_utils import EMAModel
+from peft import PeftConfig
+from torch import Tensor, nn
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from omnitrl.errors import InputError, RunError
+from omnitrl.models import FlowModel, Policy, load_flow_model
+from omnitrl.report import Progress, ReportCallback, RunSummary, model_card
+from omnitrl.trainer.adapters import attach_adapters, has_adapters
+from omnitrl.trainer.interrupts import Interrupts
+from omnitrl.trainer.metrics import MetricStore
+from omnitrl.trainer.rollout_config import RolloutConfig
+from omnitrl.trainer.saving import (
+    DIFFUSERS_LORA_EMA,
+    load_networks,
+    load_snippet,
+    load_tensors,
+    replace_folder,
+    save_networks,
+    save_tensors,
+)
+
+
+logger = logging.getLogger(__name__)
+
+ModelLike = str | Path | DiffusionPipeline | FlowModel
+
+_STAGING = ".checkpoint-being-written"
+_EMA_FOLDER = "ema"
+_PICTURES = {"Before and after": "before_after.png", "Reward": "reward_curve.png", "Over time": "timeline.png"}
+
+
+class BaseTrainer(Trainer):
+    """
+    A `transformers.Trainer` for the networks of a [`FlowModel`].
+
+    It keeps the Trainer's loop, callbacks, schedules, logging, Accelerate, FSDP and DeepSpeed, and replaces what
+    assumes a language model: how weights are saved and loaded, the model card, and the progress bar. Checkpoints
+    appear under their name only when they are complete. Ctrl-C and errors leave a checkpoint of the last optimizer
+    step behind.
+
+    Args:
+        model: Hub id, folder, loaded pipeline or [`FlowModel`].
+        args ([`RolloutConfig`]): Options.
+        peft_config (`PeftConfig` or `str`, *optional*):
+            New adapters, or a folder or Hub id of saved ones to go on with; `None` trains all weights.
+        train_dataset, eval_dataset: Rows with a `prompt`.
+        callbacks, optimizers: As in `transformers.Trainer`.
+    """
+
+    config_class: ClassVar[type[RolloutConfig]] = RolloutConfig
+    _name: ClassVar[str]
+    _paper: ClassVar[dict[str, str]]
+    _tag_names: ClassVar[tuple[str, ...]] = ("omnitrl",)
+
+    # The loss is a mean over rows; the division by the accumulation steps is in `training_step`.
+    model_accepts_loss_kwargs = False
+
+    def __init__(
+        self,
+        model: ModelLike,
+        args: RolloutConfig,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        peft_config: PeftConfig | str | None = None,
+    ) -> None:
+        set_seed(args.seed)  # before the adapters draw their start values
+        _check_output_dir(args)
+        self.flow_model = self._load_model(model, args)
+        attach_adapters(self.flow_model, peft_config)
+        self.metrics = MetricStore()
+        self.ema: EMAModel | None = None
+        self.progress = Progress()
+        self.report = ReportCallback(
+            args.output_dir, progress=self.progress, max_samples=args.num_samples_to_save, summary=self._summary(args)
+        )
+        super().__init__(
+            model=Policy(self.flow_model),
+            args=args,
+            data_collator=_identity,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            callbacks=[*(callbacks or []), _Hooks(self), self.report],
+            optimizers=optimizers,
+        )
+        self.model_accepts_loss_kwargs = False
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+        self.interrupts = Interrupts(self.progress.message)
+        self.flow_model.networks.eval()
+        for module in self.flow_model.frozen_modules:
+            module.to(self.args.device)
+
+    # Set-up
+
+    def _load_model(self, model: ModelLike, args: RolloutConfig) -> FlowModel:
+        if isinstance(model, str | Path):
+            kwargs = {"dtype": _load_dtype(args), **(args.model_init_kwargs or {})}
+            return load_flow_model(model, args.max_sequence_length, **kwargs)
+        if args.model_init_kwargs:
+            raise InputError(
+                f"model_init_kwargs={args.model_init_kwargs} apply when a checkpoint is loaded, but model is a "
+                f"{type(model).__name__}: leave them out, or pass a Hub id or folder."
+            )
+        return load_flow_model(model, args.max_sequence_length)
+
+    def _summary(self, args: RolloutConfig) -> RunSummary:
+        adapter = has_adapters(self.flow_model)
+        where = args.hub_model_id or args.output_dir
+        return RunSummary(
+            title=f"{self._name}: {Path(args.output_dir).name}",
+            algorithm=self._name,
+            model_name=self.flow_model.name,
+            load_snippet=load_snippet(self.flow_model, adapter, str(where)),
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds only a part of the weights (FSDP, DeepSpeed)."""
+        return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer has."""
+        return [p for p in self.flow_model.networks.parameters() if p.requires_grad]
+
+    # Training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """
+        Trains; see [`~transformers.Trainer.train`].
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                A checkpoint folder, or `True` for the last one in `output_dir`. The run goes on exactly as if it had
+                not been interrupted, in the midst of a rollout too.
+        """
+        self._resumed_from = self._find_checkpoint(resume_from_checkpoint)
+        try:
+            with self.interrupts:
+                return super().train(resume_from_checkpoint=self._resumed_from, **kwargs)
+        except KeyboardInterrupt:
+            self._rescue("Interrupted")
+            raise
+        except Exception as error:
+            self._rescue(f"Stopped by {type(error).__name__}")
+            raise
+        finally:
+            self.report.close()
+
+    def _find_checkpoint(self, resume: str | bool | None) -> str | None:
+        if not resume:
+            return None
+        if isinstance(resume, str):
+            if not (Path(resume) / "trainer_state.json").is_file():
+                raise InputError(f"resume_from_checkpoint={resume!r} is no checkpoint folder of a trainer.")
+            return resume
+        from transformers.trainer_utils import get_last_checkpoint
+
+        folder = Path(self.args.output_dir)
+        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        if last is None:
+            raise InputError(f"{folder} has no checkpoint to resume from: start without resume_from_checkpoint.")
+        return last
+
+    def _rescue(self, reason: str) -> None:
+        """Saves the state after the last optimizer step, where that can be done by this process alone."""
+        step = self.state.global_step
+        say = self.progress.message
+        if step == 0 or self.optimizer is None:
+            say(f"{reason} before the first optimizer step: there is nothing to save.")
+            return
+        folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if not folder.is_dir():
+            if self.args.world_size > 1 or self.is_sharded:
+                # A checkpoint needs every process, and the others may be anywhere.
+                say(f"{reason} at step {step}: resume from the last checkpoint in {self.args.output_dir}.")
+                return
+            self._save_checkpoint(self.model_wrapped, trial=None)
+        say(f"{reason} at step {step}, saved in {folder}: go on with `trainer.train(resume_from_checkpoint=True)`.")
+
+    def _begin(self) -> None:
+        """Called when everything is prepared and, on a resume, loaded."""
+        if self.args.ema_decay is not None:
+            self.ema = EMAModel(self.trainable_parameters(), decay=self.args.ema_decay)
+        if self._resumed_from is not None:
+            path = Path(self._resumed_from) / self._state_file
+            if not path.is_file():
+                raise RunError(
+                    f"{self._resumed_from} has no {path.name}: it was written by another trainer or another number of "
+                    f"processes than {self.args.world_size}, and cannot be continued exactly."
+                )
+            self._load_state(load_tensors(path))
+
+    def _after_optimizer_step(self) -> None:
+        if self.ema is not None:
+            self.ema.step(self.trainable_parameters())
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Puts the averaged weights in place of the trained ones; the trained ones come back at the end."""
+        if self.ema is None:
+            yield
+            return
+        parameters = self.trainable_parameters()
+        self.ema.store(parameters)
+        try:
+            self.ema.copy_to(parameters)
+            yield
+        finally:
+            self.ema.restore(parameters)
+
+    @contextmanager
+    def gradient_sync(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """Lets only the last backward of a micro-batch exchange gradients between ranks."""
+        if last:
+            yield
+            return
+        state = self.accelerator.gradient_state
+        before = state.sync_gradients
+        state._set_sync_gradients(False)
+        try:
+            with self.accelerator.no_sync(model):
+                yield
+        finally:
+            state._set_sync_gradients(before)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of a loss that is already divided by the accumulation steps."""
+        # DeepSpeed would divide again: https://github.com/huggingface/transformers/pull/35808
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the metrics collected since the last log, averaged over all ranks."""
+        if self.state.global_step and "loss" in logs:
+            logs = {**logs, **self.metrics.drain()}
+        super().log(logs, start_time)
+
+    # Saving and loading
+
+    @property
+    def _state_file(self) -> str:
+        return f"omnitrl_state_{self.args.process_index}_of_{self.args.world_size}.pt"
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beyond the Trainer's own state; subclasses add to it."""
+        return {} if self.ema is None else {"ema": self.ema.state_dict()}
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `_state`."""
+        if self.ema is not None:
+            if "ema" not in state:
+                raise RunError("The checkpoint has no averaged weights: resume with ema_decay=None.")
+            self.ema.load_state_dict(state["ema"])
+            self.ema.to(self.args.device)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Writes the trained weights, and the averaged ones to `ema/`; see [`omnitrl.trainer.saving`].
+
+        Args:
+            output_dir (`str`, *optional*): `args.output_dir` by default.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        self._save_weights(folder)
+        if self.ema is not None:
+            with self.ema_weights():
+                self._save_weights(folder / _EMA_FOLDER, lora_name=DIFFUSERS_LORA_EMA)
+        if self.args.should_save:
+            save_tensors(folder / "training_args.bin", self.args.to_dict())
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_weights(self, folder: Path, **kwargs: Any) -> None:
+        # Collective under FSDP and ZeRO-3, so every process comes here.
+        state_dict = self.accelerator.get_state_dict(self.model_wrapped) if self.is_sharded else None
+        if self.args.should_save:
+            save_networks(self.flow_model, folder, state_dict, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_sharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_networks(self.flow_model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint, self.model_wrapped)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, _STAGING) if self._writing_checkpoint else folder
+
+    _writing_checkpoint = False
+    _resumed_from: str | None = None
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Writes the checkpoint under another name and gives it its own once it is complete on all processes."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        final = Path(super()._get_output_dir(trial))
+        staged = final / _STAGING / name
+        with self.metrics.timed("save"):
+            staged.mkdir(parents=True, exist_ok=True)
+            save_tensors(staged / self._state_file, self._state())
+            self._writing_checkpoint = True
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._writing_checkpoint = False
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self._publish_checkpoint(staged, final / name)
+            self.accelerator.wait_for_everyone()
+
+    def _publish_checkpoint(self, staged: Path, target: Path) -> None:
+        if self.state.best_global_step:
+            best = target.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            self.state.best_model_checkpoint = str(best) if best.exists() or best == target else None
+            self.state.save_to_json(str(staged / "trainer_state.json"))
+        replace_folder(staged, target)
+        staged.parent.rmdir()
+        rotate_checkpoints(
+            output_dir=str(target.parent),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    # Hub
+
+    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
+        """Writes `README.md` with recipe, results, curve and pictures; see [`omnitrl.report.model_card`]."""
+        if not self.is_world_process_zero():
+            return
+        folder = Path(self.args.output_dir)
+        card = model_card(
+            self.report.summary,
+            base_model=self.flow_model.name,
+            adapter=has_adapters(self.flow_model),
+            paper=self._paper,
+            tags=list(dict.fromkeys([*self._tag_names, *_as_list(kwargs.get("tags"))])),
+            images={label: name for label, name in _PICTURES.items() if (folder / name).is_file()},
+        )
+        card.save(folder / "README.md")
+
+    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:
+        """Uploads `output_dir`; the files stay there whatever happens to the upload."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            return super().push_to_hub(commit_message, **kwargs)
+        except (HfHubHTTPError, OSError) as error:
+            repo = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).name
+            raise RunError(
+                f"The upload to the Hub failed ({str(error).splitlines()[0]}), but everything is saved in "
+                f"{self.args.output_dir}: log in with `hf auth login` and run "
+                f"`hf upload {repo} {self.args.output_dir}` when the Hub can be reached."
+            ) from error
+
+
+class _Hooks(TrainerCallback):
+    """Tells the trainer when the loop has begun and when an optimizer step is done."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer._begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer._after_optimizer_step()
+
+
+def _identity(rows: list[Any]) -> list[Any]:
+    return rows
+
+
+def _as_list(value: str | Sequence[str] | None) -> list[str]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _load_dtype(args: RolloutConfig) -> torch.dtype:
+    """Weights are loaded in the precision that the network runs in; trained ones are float32 in any case."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32
+
+
+def _check_output_dir(args: RolloutConfig) -> None:
+    folder = Path(args.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"output_dir={str(folder)!r} cannot be written to ({error.strerror}): choose a folder of your own."
+        ) from error

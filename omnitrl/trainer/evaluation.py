@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation: ODE samples of fixed prompts with fixed seeds, scored by the same rewards."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+
+from omnitrl.report import EvaluationRecord, Sample
+from omnitrl.rollout import SampleRequest, SamplingParams, stable_seed
+
+
+if TYPE_CHECKING:
+    from omnitrl.trainer.rollout_trainer import RolloutTrainer
+
+
+def evaluate_prompts(trainer: RolloutTrainer, dataset: Any, prefix: str) -> dict[str, float]:
+    """
+    Scores every prompt of `dataset` `num_generations_eval` times, whatever the number of ranks.
+
+    The seed of a sample is a function of the run's seed, the row and the member, so every evaluation of a run starts
+    from the same noise. Ranks take equal shares; a rank that would have fewer repeats a sample, so that collective
+    network calls stay in step, and the repetition is dropped before anything is averaged.
+
+    Returns:
+        `dict[str, float]`: metrics with `prefix`.
+    """
+    args, started = trainer.args, time.perf_counter()
+    members = args.num_generations_eval
+    requests = [
+        SampleRequest(row, i, m, stable_seed(args.seed, "eval", i, m))
+        for i, row in enumerate(dataset)
+        for m in range(members)
+    ]
+    if members > 1:  # pictures are of different prompts first
+        requests.sort(key=lambda request: request.member)
+    share = math.ceil(len(requests) / args.world_size)
+    first = args.process_index * share
+    mine = requests[first : first + share]
+    padded = mine + [requests[-1]] * (share - len(mine))
+    rows, images = _score(trainer, padded, prefix, wanted=args.num_samples_to_save if first == 0 else 0)
+    gathered = gather_object(rows[: len(mine)])
+    rewards = torch.tensor(gathered, dtype=torch.float32)  # (N, F)
+    total = trainer.rewards.total(rewards)
+    metrics = _metrics(trainer.rewards.names, rewards, total, prefix)
+    metrics[f"{prefix}_runtime"] = round(time.perf_counter() - started, 3)
+    metrics[f"{prefix}_samples"] = float(len(rewards))
+    samples = [
+        Sample(prompt=request.row["prompt"], image=image, reward=float(reward))
+        for request, image, reward in zip(requests, images, total, strict=False)
+    ]
+    trainer.report.record_evaluation(
+        EvaluationRecord(step=trainer.state.global_step, name=prefix, metrics=metrics, samples=samples)
+    )
+    return metrics
+
+
+def _score(
+    trainer: RolloutTrainer, requests: list[SampleRequest], prefix: str, wanted: int
+) -> tuple[list[list[float]], list[Any]]:
+    """Reward rows of `requests`, and the media of the first `wanted`."""
+    args = trainer.args
+    params = SamplingParams(
+        num_inference_steps=args.num_inference_steps_eval,
+        guidance_scale=trainer.guidance_scale,
+        height=args.height,
+        width=args.width,
+    )
+    media: list[Any] = []
+    done = 0
+    for batch in trainer.engine.generate(requests, params):
+        trainer.rewards.submit([t.request.row for t in batch], [t.media for t in batch], trainer.state)
+        media += [t.media for t in batch[: max(wanted - len(media), 0)]]
+        done += len(batch)
+        trainer.progress.phase(f"{prefix} {done}/{len(requests)}")
+    return trainer.rewards.collect().rewards.float().tolist(), media
+
+
+def _metrics(names: list[str], rewards: torch.Tensor, total: torch.Tensor, prefix: str) -> dict[str, float]:
+    """Means over the scores that are there; a missing score lowers the count, not the mean."""
+    metrics = {f"{prefix}_reward": _mean(total), f"{prefix}_reward_std": _std(total)}
+    for i, name in enumerate(names):
+        metrics[f"{prefix}_rewards/{name}/mean"] = _mean(rewards[:, i])
+    metrics[f"{prefix}_rewards/missing"] = float(total.isnan().sum())
+    return metrics
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.nanmean())
+
+
+def _std(values: torch.Tensor) -> float:
+    values = values[~values.isnan()]
+    return float(values.std(correction=0)) if len(values) else float("nan")

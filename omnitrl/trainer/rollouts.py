@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples a rollout is made of, and how it is cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnitrl.algorithms import SigmaTable, TransitionTable
+from omnitrl.data import PromptStream
+from omnitrl.models import Conditions
+from omnitrl.rollout import SampleRequest, Trajectory, stable_seed
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """
+    Which samples make a rollout: a pure function of the seed and the rollout's number, the same on 1 and on N ranks.
+
+    Samples are numbered `g · num_generations + m` for member m of group g; a rank makes a contiguous stretch of them,
+    so a group may lie on several ranks.
+
+    Args:
+        rows (`Sequence[dict]`): The dataset.
+        stream ([`~omnitrl.data.PromptStream`]): Which rows each rollout takes.
+        num_generations (`int`): Group size.
+        seed (`int`): The run's seed.
+        same_init_noise (`bool`): One start noise for a group.
+        rank, world_size (`int`): This process and how many there are.
+    """
+
+    rows: Sequence[dict[str, Any]]
+    stream: PromptStream
+    num_generations: int
+    seed: int
+    same_init_noise: bool
+    rank: int
+    world_size: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a rollout on all ranks."""
+        return self.stream.prompts_per_rollout * self.num_generations
+
+    @property
+    def share(self) -> slice:
+        """This rank's stretch of the samples."""
+        size = self.num_samples // self.world_size
+        return slice(self.rank * size, (self.rank + 1) * size)
+
+    def group_ids(self) -> Tensor:
+        """Group of every sample on all ranks, (num_samples,)."""
+        return torch.arange(self.stream.prompts_per_rollout).repeat_interleave(self.num_generations)
+
+    def requests(self, rollout: int) -> list[SampleRequest]:
+        """This rank's samples of a rollout."""
+        rows = self.stream.indices(rollout)
+        result = []
+        for number in range(self.num_samples)[self.share]:
+            group, member = divmod(number, self.num_generations)
+            start = stable_seed(self.seed, "start", rollout, group) if self.same_init_noise else None
+            seed = stable_seed(self.seed, "sample", rollout, group, member)
+            result.append(SampleRequest(self.rows[rows[group]], group, member, seed, start))
+        return result
+
+
+@dataclass
+class ReplayBatch:
+    """
+    Rows for one network call of the replay; a row is one step of one sample.
+
+    Args:
+        latents, next_latents (`Tensor`): (R, ...) states before and after the step.
+        steps (`Tensor`): (R,) step indices into the rollout's tables.
+        old_log_probs (`Tensor`): (R,).
+        advantages (`Tensor`): (R,).
+        conditions ([`Conditions`]): R rows.
+    """
+
+    latents: Tensor
+    next_latents: Tensor
+    steps: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    conditions: Conditions
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass
+class RolloutBuffer:
+    """
+    A finished rollout on this rank, handed out in micro-batches.
+
+    The states stay where the engine put them; nothing is stacked before a micro-batch needs it, so the memory of a
+    rollout is that of its kept states.
+
+    Args:
+        index (`int`): Number of the rollout.
+        trajectories (`list[Trajectory]`): This rank's samples, media already dropped.
+        advantages (`Tensor`): (N,) of these samples.
+        conditions ([`Conditions`]): One row per sample, or per distinct prompt with `condition_rows`.
+        condition_rows (`list[int]`): Row of `conditions` that each sample has.
+        table ([`~omnitrl.algorithms.SigmaTable`]), transitions ([`~omnitrl.algorithms.TransitionTable`]): The grid.
+        seed (`int`): Shuffles the samples, anew in each iteration.
+    """
+
+    index: int
+    trajectories: list[Trajectory]
+    advantages: Tensor
+    conditions: Conditions
+    condition_rows: list[int]
+    table: SigmaTable
+    transitions: TransitionTable
+    seed: int
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The trained steps."""
+        return self.trajectories[0].steps
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements D of one sample's latents."""
+        return self.trajectories[0].latents[0].numel()
+
+    def samples_of(self, position: int, batch_size: int) -> list[int]:
+        """Sample numbers of micro-batch `position`, counted over all iterations."""
+        per_iteration = len(self.trajectories) // batch_size
+        iteration, place = divmod(position, per_iteration)
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, "order", self.index, iteration))
+        order = torch.randperm(len(self.trajectories), generator=generator).tolist()
+        return order[place * batch_size : (place + 1) * batch_size]
+
+    def replay(self, samples: list[int], timesteps_per_forward: int) -> list[ReplayBatch]:
+        """All trained steps of some samples, `timesteps_per_forward` of them in each batch."""
+        starts = range(0, len(self.steps), timesteps_per_forward)
+        return [self._rows(samples, range(s, min(s + timesteps_per_forward, len(self.steps)))) for s in starts]
+
+    def _rows(self, samples: list[int], columns: range) -> ReplayBatch:
+        chosen = [(self.trajectories[i], i, k) for k in columns for i in samples]
+        device = self.trajectories[0].latents.device
+        conditions = self.conditions[[self.condition_rows[i] for _, i, _ in chosen]]
+        return ReplayBatch(
+            latents=torch.stack([t.latents[k] for t, _, k in chosen]),
+            next_latents=torch.stack([t.next_latents[k] for t, _, k in chosen]),
+            steps=torch.tensor([t.steps[k] for t, _, k in chosen], device=device),
+            old_log_probs=torch.stack([t.log_probs[k] for t, _, k in chosen]),
+            advantages=self.advantages[[i for _, i, _ in chosen]].to(device),
+            conditions=conditions,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers that, with the plan, restore the buffer exactly."""
+        return {
+            "index": self.index,
+            "advantages": self.advantages,
+            # Two views of one storage per sample: torch.save keeps them so.
+            "samples": [
+                {"latents": t.latents, "next_latents": t.next_latents, "log_probs": t.log_probs}
+                for t in self.trajectories
+            ],
+            "weight_version": self.trajectories[0].weight_version,
+        }
