@@ -247,6 +247,7 @@ class Policy(nn.Module):
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **_: Any) -> None:
         """Called by `transformers.Trainer`; diffusers networks have their own switch (non-reentrant by default)."""
+        network: Any
         for network in self.networks.values():
             network.enable_gradient_checkpointing()
 
@@ -255,5 +256,5 @@ class Policy(nn.Module):
         self.activation_checkpointing_enable()
 
 
-def _wrap_classes(network: nn.Module) -> list[str]:
+def _wrap_classes(network: Any) -> list[str]:
     return list(network._no_split_modules or [])  # every diffusers network has the attribute; None where unknown

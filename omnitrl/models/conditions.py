@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -111,7 +111,7 @@ class Conditions:
         both = Conditions.cat([Conditions(self.negative), Conditions(self.positive)])
         return both.positive
 
-    def _map(self, function) -> Conditions:
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Conditions:
         return Conditions(
             {key: function(tensor) for key, tensor in self.positive.items()},
             {key: function(tensor) for key, tensor in self.negative.items()},

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from omnitrl.algorithms import (
     SigmaTable,
@@ -32,7 +32,7 @@ class LocalEngine:
 
     Args:
         model ([`FlowModel`]): The family, for encoding, sigmas and decoding.
-        policy (`Callable[[], nn.Module]`, *optional*):
+        policy (`Callable[[], Callable]`, *optional*):
             Returns the module whose `forward` is the velocity; a function because Accelerate may replace the module.
             Defaults to `model.velocity` itself.
         batch_size (`int`, defaults to 8): Samples per network call.
@@ -52,7 +52,7 @@ class LocalEngine:
     def __init__(
         self,
         model: FlowModel,
-        policy: Callable[[], nn.Module] | None = None,
+        policy: Callable[[], Callable[..., Tensor]] | None = None,
         batch_size: int = 8,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
         on_step: Callable[[], None] = _do_nothing,
@@ -63,7 +63,7 @@ class LocalEngine:
         self.batch_size = batch_size
         self.forwards = 0
         self.weight_version = 0
-        self._policy = policy or (lambda: model.velocity)
+        self._policy: Callable[[], Callable[..., Tensor]] = policy or (lambda: model.velocity)
         self._autocast = autocast
         self._on_step = on_step
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -25,6 +26,7 @@ def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> N
             Configuration of new adapters (`target_modules` default to the family's), or folder or Hub id of saved ones
             to go on with. `None` trains all weights, in float32.
     """
+    network: Any
     for name, network in model.networks.items():
         if isinstance(network, PeftModel):
             _refuse_second_adapter(name, peft_config)
@@ -114,6 +116,7 @@ class ReferencePolicy:
                 self._copy.networks.to(self._model.device)
                 yield self._copy.velocity
             else:
+                network: Any
                 for network in self._model.networks.values():
                     stack.enter_context(network.disable_adapter())
                 yield policy

@@ -73,6 +73,7 @@ class BaseTrainer(Trainer):
         callbacks, optimizers: As in `transformers.Trainer`.
     """
 
+    args: RolloutConfig
     config_class: ClassVar[type[RolloutConfig]] = RolloutConfig
     _name: ClassVar[str]
     _paper: ClassVar[dict[str, str]]
@@ -99,12 +100,14 @@ class BaseTrainer(Trainer):
         self.ema: EMAModel | None = None
         self.progress = Progress()
         self.report = ReportCallback(
-            args.output_dir, progress=self.progress, max_samples=args.num_samples_to_save, summary=self._summary(args)
+            str(args.output_dir),
+            progress=self.progress,
+            max_samples=args.num_samples_to_save,
+            summary=self._summary(args),
         )
         super().__init__(
             model=Policy(self.flow_model),
             args=args,
-            data_collator=_identity,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             callbacks=[*(callbacks or []), _Hooks(self), self.report],
@@ -122,7 +125,7 @@ class BaseTrainer(Trainer):
 
     def _load_model(self, model: ModelLike, args: RolloutConfig) -> FlowModel:
         if isinstance(model, str | Path):
-            kwargs = {"dtype": _load_dtype(args), **(args.model_init_kwargs or {})}
+            kwargs = {"dtype": _load_dtype(args), **_as_dict(args.model_init_kwargs)}
             return load_flow_model(model, args.max_sequence_length, **kwargs)
         if args.model_init_kwargs:
             raise InputError(
@@ -135,7 +138,7 @@ class BaseTrainer(Trainer):
         adapter = has_adapters(self.flow_model)
         where = args.hub_model_id or args.output_dir
         return RunSummary(
-            title=f"{self._name}: {Path(args.output_dir).name}",
+            title=f"{self._name}: {Path(str(args.output_dir)).name}",
             algorithm=self._name,
             model_name=self.flow_model.name,
             load_snippet=load_snippet(self.flow_model, adapter, str(where)),
@@ -152,7 +155,7 @@ class BaseTrainer(Trainer):
 
     # Training
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """
         Trains; see [`~transformers.Trainer.train`].
 
@@ -183,7 +186,7 @@ class BaseTrainer(Trainer):
             return resume
         from transformers.trainer_utils import get_last_checkpoint
 
-        folder = Path(self.args.output_dir)
+        folder = Path(str(self.args.output_dir))
         last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         if last is None:
             raise InputError(f"{folder} has no checkpoint to resume from: start without resume_from_checkpoint.")
@@ -196,7 +199,7 @@ class BaseTrainer(Trainer):
         if step == 0 or self.optimizer is None:
             say(f"{reason} before the first optimizer step: there is nothing to save.")
             return
-        folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         if not folder.is_dir():
             if self.args.world_size > 1 or self.is_sharded:
                 # A checkpoint needs every process, and the others may be anywhere.
@@ -288,7 +291,7 @@ class BaseTrainer(Trainer):
         Args:
             output_dir (`str`, *optional*): `args.output_dir` by default.
         """
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or str(self.args.output_dir))
         self._save_weights(folder)
         if self.ema is not None:
             with self.ema_weights():
@@ -311,7 +314,7 @@ class BaseTrainer(Trainer):
             load_networks(self.flow_model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint, self.model_wrapped)
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint), self.model_wrapped)
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
@@ -354,11 +357,11 @@ class BaseTrainer(Trainer):
 
     # Hub
 
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
+    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:  # type: ignore[override]
         """Writes `README.md` with recipe, results, curve and pictures; see [`omnitrl.report.model_card`]."""
         if not self.is_world_process_zero():
             return
-        folder = Path(self.args.output_dir)
+        folder = Path(str(self.args.output_dir))
         card = model_card(
             self.report.summary,
             base_model=self.flow_model.name,
@@ -369,14 +372,14 @@ class BaseTrainer(Trainer):
         )
         card.save(folder / "README.md")
 
-    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:
+    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:  # type: ignore[override]
         """Uploads `output_dir`; the files stay there whatever happens to the upload."""
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
             return super().push_to_hub(commit_message, **kwargs)
         except (HfHubHTTPError, OSError) as error:
-            repo = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).name
+            repo = self.hub_model_id or self.args.hub_model_id or Path(str(self.args.output_dir)).name
             raise RunError(
                 f"The upload to the Hub failed ({str(error).splitlines()[0]}), but everything is saved in "
                 f"{self.args.output_dir}: log in with `hf auth login` and run "
@@ -397,14 +400,15 @@ class _Hooks(TrainerCallback):
         self._trainer._after_optimizer_step()
 
 
-def _identity(rows: list[Any]) -> list[Any]:
-    return rows
-
-
 def _as_list(value: str | Sequence[str] | None) -> list[str]:
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)
+
+
+def _as_dict(value: dict | str | None) -> dict[str, Any]:
+    """`TrainingArguments` has turned a JSON string into a dict by now."""
+    return dict(value) if isinstance(value, dict) else {}
 
 
 def _load_dtype(args: RolloutConfig) -> torch.dtype:
@@ -415,7 +419,7 @@ def _load_dtype(args: RolloutConfig) -> torch.dtype:
 
 
 def _check_output_dir(args: RolloutConfig) -> None:
-    folder = Path(args.output_dir)
+    folder = Path(str(args.output_dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".write-test-{os.getpid()}"

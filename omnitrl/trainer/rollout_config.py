@@ -56,7 +56,7 @@ class RolloutConfig(TrainingArguments):
     learning_rate: float = field(default=3e-4, metadata={"help": "Initial learning rate of AdamW."})
     weight_decay: float = field(default=1e-4, metadata={"help": "Weight decay of AdamW."})
     logging_steps: float = field(default=1, metadata={"help": "Log every so many optimizer steps."})
-    remove_unused_columns: bool | None = field(
+    remove_unused_columns: bool = field(
         default=False, metadata={"help": "Keep False: rewards are given every column of the dataset."}
     )
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Keep False: a NaN loss stops the run."})
@@ -173,7 +173,7 @@ class RolloutConfig(TrainingArguments):
     @property
     def micro_steps_per_rollout(self) -> int:
         """Micro-batches that a rollout is used for, all iterations together."""
-        return self.steps_per_generation * self.num_iterations
+        return (self.steps_per_generation or 1) * self.num_iterations
 
     @property
     def updates_per_rollout(self) -> float:
@@ -183,11 +183,11 @@ class RolloutConfig(TrainingArguments):
     @property
     def prompts_per_rollout(self) -> int:
         """Groups in a rollout."""
-        return self.generation_batch_size // self.num_generations
+        return (self.generation_batch_size or 0) // self.num_generations
 
     def window(self, rollout: int) -> tuple[int, ...]:
         """The stochastic steps of a rollout, a function of the seed and its number only."""
-        bounds = None if self.sde_window_range is None else tuple(self.sde_window_range)
+        bounds = None if self.sde_window_range is None else (self.sde_window_range[0], self.sde_window_range[1])
         return sde_window(
             self.sde_window_strategy, self.num_inference_steps, self.sde_window_size, bounds, self.seed, rollout
         )
@@ -219,6 +219,8 @@ class RolloutConfig(TrainingArguments):
             if getattr(self, name) < least:
                 why = " (a group of one has no baseline to compare with)" if name == "num_generations" else ""
                 raise InputError(f"{name}={getattr(self, name)} must be at least {least}{why}: use {name}={least}.")
+        if self.sde_window_range is not None and len(self.sde_window_range) != 2:
+            raise InputError(f"sde_window_range={self.sde_window_range} must be a start and an end: use 0 5.")
         if not 0 < self.timestep_fraction <= 1:
             raise InputError(f"timestep_fraction={self.timestep_fraction} must be in (0, 1]: use 1.0 to train all.")
         if not self.noise_level > 0:

@@ -107,11 +107,16 @@ class RolloutTrainer(BaseTrainer):
     def _build_engine(self) -> Any:
         return ENGINES[self.args.rollout_engine](
             self.flow_model,
-            policy=lambda: self.model,  # Accelerate may replace it when training begins
+            policy=self._current_policy,
             batch_size=self.args.rollout_batch_size or self.args.per_device_train_batch_size,
             autocast=self.accelerator.autocast,
             on_step=self.interrupts.check,
         )
+
+    def _current_policy(self) -> nn.Module:
+        """The policy's module; Accelerate may replace it when training begins."""
+        assert self.model is not None
+        return self.model
 
     @property
     def guidance_scale(self) -> float:
@@ -128,18 +133,22 @@ class RolloutTrainer(BaseTrainer):
     @property
     def plan(self) -> RolloutPlan:
         """Which samples each rollout is made of."""
-        args = self.args
-        if self.train_dataset is None:
-            raise InputError("Training needs a train_dataset with a column 'prompt'.")
+        args, rows = self.args, self._train_rows
         return RolloutPlan(
-            self.train_dataset,
-            PromptStream(len(self.train_dataset), args.prompts_per_rollout, args.seed, args.shuffle_dataset),
+            rows,
+            PromptStream(len(rows), args.prompts_per_rollout, args.seed, args.shuffle_dataset),
             args.num_generations,
             args.seed,
             args.same_init_noise,
             args.process_index,
             args.world_size,
         )
+
+    @property
+    def _train_rows(self) -> Any:
+        if self.train_dataset is None:
+            raise InputError("Training needs a train_dataset with a column 'prompt'.")
+        return self.train_dataset
 
     def get_train_dataloader(self) -> DataLoader:
         """
@@ -151,11 +160,12 @@ class RolloutTrainer(BaseTrainer):
         self._plan = self.plan
         steps = self._plan.stream.rollouts_per_epoch * self.args.micro_steps_per_rollout
         accumulation = self.args.gradient_accumulation_steps
-        return DataLoader(range(math.ceil(steps / accumulation) * accumulation), collate_fn=_tick)
+        ticks: Any = range(math.ceil(steps / accumulation) * accumulation)
+        return DataLoader(ticks, collate_fn=_tick)
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """Prompts of an epoch."""
-        return len(self.train_dataset)
+        return len(self._train_rows)
 
     def _begin(self) -> None:
         self._micro_step = self.state.global_step * self.args.gradient_accumulation_steps
@@ -305,7 +315,7 @@ class RolloutTrainer(BaseTrainer):
         """Old log-probs under the guidance that is trained, where it differs from the rollout's."""
         for i, trajectory in enumerate(buffer.trajectories):
             (batch,) = buffer.replay([i], timesteps_per_forward=len(buffer.steps))
-            _, _, _, log_probs = self.replay(self.model, batch, buffer)
+            _, _, _, log_probs = self.replay(self._current_policy(), batch, buffer)
             trajectory.log_probs = log_probs
 
     # Replay
@@ -388,6 +398,7 @@ class RolloutTrainer(BaseTrainer):
     @property
     def updates_since_rollout(self) -> int:
         """Optimizer steps since the samples of the current rollout were made."""
+        assert self._buffer is not None
         return self.state.global_step - self._buffer.trajectories[0].weight_version
 
     @property

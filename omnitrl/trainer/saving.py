@@ -54,14 +54,13 @@ def save_networks(
     lora_layers: dict[str, Any] = {}
     for name, network in model.networks.items():
         weights = _weights_of(name, state_dict)
+        plain: Any = network
         if isinstance(network, PeftModel):
             target = folder / name if several else folder
             written.append(_save_peft(network, target, weights))
             lora_layers |= _diffusers_layers(name, network, weights)
         else:
-            network.save_pretrained(folder / name, state_dict=weights) if weights else network.save_pretrained(
-                folder / name
-            )
+            plain.save_pretrained(folder / name, **({} if weights is None else {"state_dict": weights}))
             written += sorted((folder / name).glob("*.safetensors"))
     if lora_layers:
         type(model.pipeline).save_lora_weights(folder, weight_name=lora_name, **lora_layers)
