@@ -63,10 +63,9 @@ def read_pages(toctree: list[dict[str, Any]]) -> dict[str, str]:
     """Texts of all pages; the table of contents and the folder must agree."""
     listed = locals_of(toctree)
     present = [path.relative_to(SOURCE).with_suffix("").as_posix() for path in SOURCE.rglob("*.md")]
-    if missing := sorted(set(listed) - set(present)):
-        raise DocsError(f"_toctree.yml lists pages that are not there: {', '.join(missing)}")
-    if unlisted := sorted(set(present) - set(listed)):
-        raise DocsError(f"pages that _toctree.yml does not list: {', '.join(unlisted)}")
+    if set(listed) != set(present):
+        missing, stray = sorted(set(listed) - set(present)), sorted(set(present) - set(listed))
+        raise DocsError(f"_toctree.yml and the folder differ: without a page {missing}, without an entry {stray}")
     return {name: (SOURCE / f"{name}.md").read_text("utf-8") for name in listed}
 
 
