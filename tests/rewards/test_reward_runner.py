@@ -4,6 +4,8 @@ import functools
 import logging
 import math
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -342,6 +344,17 @@ def test_an_exception_or_a_time_out_is_retried(failure):
     assert reward.calls == [2, 2]
 
 
+def test_waiting_for_its_turn_does_not_count_as_time_out():
+    def reward(prompts):
+        time.sleep(0.15)
+        return [1.0]
+
+    with RewardRunner(reward, timeout=0.4, max_retries=0) as runner:
+        for _ in range(5):
+            runner.submit(rows("a"), ["image"])
+        assert runner.collect().rewards.tolist() == [[1.0]] * 5
+
+
 def test_waits_between_attempts_grow():
     times = []
 
@@ -677,6 +690,29 @@ def test_ctrl_c_ends_the_wait(kind):
     runner.close()
     assert time.perf_counter() - start < 1
     release.set()
+
+
+def test_a_reward_that_hangs_does_not_keep_the_process_alive():
+    code = """
+import _thread, threading, time
+from omnitrl.rewards import RewardRunner
+
+def hang(prompts):
+    time.sleep(60)
+
+async def hang_async(prompts):
+    time.sleep(60)
+
+runner = RewardRunner([hang, hang_async])
+runner.submit([{"prompt": "a"}], ["image"])
+threading.Timer(0.3, _thread.interrupt_main).start()
+runner.collect()
+"""
+    start = time.perf_counter()
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert "KeyboardInterrupt" in ended.stderr
+    assert ended.returncode != 0
+    assert time.perf_counter() - start < 30
 
 
 def test_close_ends_the_threads_and_may_be_repeated():
