@@ -22,7 +22,8 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 test test-fast test-compat bench: export OMP_NUM_THREADS ?= 1
 
-PIP := $(BIN)/python -m pip
+# Compiling at first import instead of here saves compiling the many modules that nobody imports.
+INSTALL := $(BIN)/python -m pip install --no-compile
 PYTEST := $(BIN)/python -m pytest
 NONE_IS_FINE := || [ $$? -eq 5 ]  # pytest's code for an empty selection
 
@@ -79,20 +80,20 @@ $(TORCH_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "omnitrl needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install $(TORCH)
+	$(INSTALL) $(TORCH)
 	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/constraints.txt
 	touch $@
 
 $(USER_STAMP): $(TORCH_STAMP) setup.py
-	$(PIP) install -c $(VENV)/constraints.txt -e ".[ocr]"
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[ocr]"
 	touch $@
 
 $(DEV_STAMP): $(USER_STAMP)
-	$(PIP) install -c $(VENV)/constraints.txt -e ".[ocr,dev]"
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[ocr,dev]"
 	touch $@
 
 $(COMPAT_STAMP): $(DEV_STAMP) Makefile
 	rm -rf $(COMPAT_DIR)
-	$(PIP) install --no-deps --target $(COMPAT_DIR) $(COMPAT)
+	$(INSTALL) --no-deps --target $(COMPAT_DIR) $(COMPAT)
 	PYTHONPATH=$(COMPAT_DIR) $(BIN)/python -c "import transformers, diffusers, accelerate, peft, trl, datasets"
 	touch $@
