@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from omnitrl.errors import InputError
 from omnitrl.report.folder import RunFolder
+from omnitrl.report.grid import TIMELINE_COLUMNS
 from omnitrl.report.metrics import MetricsWriter
 from omnitrl.report.progress import Progress
 from omnitrl.report.records import EvaluationRecord, RunSummary, column, package_versions, pick_samples
@@ -28,7 +29,8 @@ class ReportCallback(TrainerCallback):
     | `metrics.jsonl` | every logged row with `step`, `epoch`, `seconds` | at each log |
     | `samples/step_000123.png` | pictures of the held-out prompts | at each evaluation |
     | `before_after.png`, `timeline.png` | the same prompts over time | at each evaluation |
-    | `reward_curve.png`, `health.png` | curves | at each evaluation and at the end |
+    | `reward_curve.png` | reward of training and of evaluations | at each evaluation and at the end |
+    | `health.png` | KL, clipping, update size, gradient norm, … | at the end |
     | `report.html` | all of it on one page | at each evaluation and at the end |
 
     A fresh run keeps the `metrics.jsonl` of an earlier one in the same folder as `metrics.jsonl.bak`; a resumed run
@@ -72,6 +74,7 @@ class ReportCallback(TrainerCallback):
         self._is_main = True
         self._early_rows: list[dict[str, Any]] | None = []  # logged before training; None once it has begun
         self._clock, self._seconds_before = time.monotonic(), 0.0
+        self._step = self._total = 0
         self._warned = False
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -88,7 +91,7 @@ class ReportCallback(TrainerCallback):
             self._start_over()
         self._early_rows = None
         self._clock = time.monotonic()
-        self.summary.status = f"running: step {state.global_step} of {state.max_steps}"
+        self._set_running(state)
         if self.progress is not None:
             self.progress.start(state.max_steps, self.summary.title, initial_step=state.global_step)
 
@@ -107,7 +110,10 @@ class ReportCallback(TrainerCallback):
             self.progress.advance(state.global_step, logs)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.is_world_process_zero and self.progress is not None:
+        if not state.is_world_process_zero:
+            return
+        self._set_running(state)
+        if self.progress is not None:
             self.progress.advance(state.global_step)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -157,14 +163,15 @@ class ReportCallback(TrainerCallback):
         kept = replace(record, samples=pick_samples(record.samples, self.max_samples))
         others = [old for old in self.summary.evaluations if (old.step, old.name) != (kept.step, kept.name)]
         self.summary.evaluations = sorted([*others, kept], key=lambda entry: entry.step)
+        self._thin_out()
         self._attempt(self.folder.save_record, kept)
         self._attempt(self.folder.draw_samples, kept)
 
     def refresh(self) -> None:
-        """Draw curves, comparisons and page anew; called at each evaluation and at the end."""
+        """Draw the reward curve, the comparisons and the page anew; called at each evaluation and at the end."""
         # Before training there is nothing to compare, and an earlier run in this folder may have a full page.
         if self._is_main and (self._early_rows is None or not self.folder.page.exists()):
-            for draw in (self.folder.draw_curves, self.folder.draw_comparisons, self.folder.write_page):
+            for draw in (self.folder.draw_rewards, self.folder.draw_comparisons, self.folder.write_page):
                 self._attempt(draw, self.summary)
 
     def close(self, status: str | None = None) -> None:
@@ -181,9 +188,10 @@ class ReportCallback(TrainerCallback):
         if not self._is_main:
             return
         if status is None and self.summary.status.startswith("running"):
-            status = f"stopped after step {self._last_step()}"
+            status = f"stopped at step {self._step} of {self._total}"
         self.summary.status = status or self.summary.status
         self.refresh()
+        self._attempt(self.folder.draw_health, self.summary)
 
     def seconds(self) -> float:
         """Seconds since training began, those before a resume included; 0 before training."""
@@ -212,6 +220,7 @@ class ReportCallback(TrainerCallback):
         self._writer = MetricsWriter(self.folder.metrics, truncate_after_step=step)
         self.summary.history = self.folder.load_history()
         self.summary.evaluations = self.folder.load_records(truncate_after_step=step)
+        self._thin_out()
         self._seconds_before = max(column(self.summary.history, "seconds"), default=0.0)
 
     def _close_writer(self) -> None:
@@ -226,8 +235,15 @@ class ReportCallback(TrainerCallback):
         summary.algorithm = summary.algorithm or type(args).__name__.removesuffix("Config")
         summary.title = summary.title or f"{summary.algorithm} run"
 
-    def _last_step(self) -> int:
-        return int(max(column(self.summary.history, "step"), default=0))
+    def _set_running(self, state: TrainerState) -> None:
+        self._step, self._total = state.global_step, state.max_steps
+        self.summary.status = f"running: step {self._step} of {self._total}"
+
+    def _thin_out(self) -> None:
+        """Of the evaluations between the first and the last keep what the timeline shows: a long run has many."""
+        for name in {record.name for record in self.summary.evaluations}:
+            for record in [record for record in self.summary.evaluations if record.name == name][1:-1]:
+                record.samples = record.samples[:TIMELINE_COLUMNS]
 
     def _attempt(self, write: Callable[..., None], *what: Any) -> None:
         """Run a writer of files; a full disk costs the picture, not the run."""

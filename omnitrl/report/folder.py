@@ -88,10 +88,13 @@ class RunFolder:
             self.samples / f"{_stem(record)}.png"
         )
 
-    def draw_curves(self, run: RunSummary) -> None:
-        """Write `reward_curve.png` and `health.png` if there is anything to draw."""
+    def draw_rewards(self, run: RunSummary) -> None:
+        """Write `reward_curve.png` if there is a reward to draw."""
         if curves.has_rewards(run.history):
             curves.reward_curve(run.history, self.reward_curve, title=run.title)
+
+    def draw_health(self, run: RunSummary) -> None:
+        """Write `health.png` if there is a metric of the run's health to draw."""
         keys = health_keys(run.history)
         if keys:
             curves.small_multiples(run.history, keys, self.health)
