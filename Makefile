@@ -14,7 +14,7 @@ JOBS ?= 2
 # The oldest versions that setup.py allows, and those of their own dependencies that they need.
 COMPAT_DIR := .compat
 COMPAT := "transformers==5.13.*" "diffusers==0.40.*" "accelerate==1.12.*" "peft==0.19.*" \
-	"tokenizers>=0.22,<=0.23.0" "huggingface_hub>=1.31,<2"
+	"tokenizers>=0.22,<=0.23.0" "huggingface_hub>=1.31,<2" "httpx<1" "httpcore<2"
 
 # An idle OpenMP thread that spins takes the core of the one that works, on small machines and with several processes.
 export GOMP_SPINCOUNT := 0

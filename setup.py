@@ -38,6 +38,7 @@ INSTALL_REQUIRES = [
     "peft>=0.19",
     "pillow>=10.0",
     "psutil>=5.9.4",
+    "pyarrow>=21.0",
     "pyyaml>=6.0.1",
     "rich>=13.0",
     "safetensors>=0.8",
