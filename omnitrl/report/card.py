@@ -104,7 +104,7 @@ def model_card(
         paper=_paper(paper),
         library_citation=LIBRARY_CITATION,
     )
-    return ModelCard(re.sub(r"\n{3,}", "\n\n", text))
+    return ModelCard(text)
 
 
 def _is_hub_id(name: str) -> bool:

@@ -69,8 +69,8 @@ class Frame:
 def line_chart(
     lines: Sequence[Line],
     title: str,
-    width: int = 760,
-    height: int = 320,
+    width: int = 1000,
+    height: int = 340,
     band: tuple[float, float] | None = None,
     clock: Callable[[float], str] | None = None,
     tick_count: int = 6,
@@ -83,9 +83,9 @@ def line_chart(
             What to draw; lines without points are left out.
         title (`str`):
             What the chart shows, for people who hear the page.
-        width (`int`, *optional*, defaults to 760):
+        width (`int`, *optional*, defaults to 1000):
             Width of the drawing in its own units; the page scales it.
-        height (`int`, *optional*, defaults to 320):
+        height (`int`, *optional*, defaults to 340):
             Height, likewise.
         band (`tuple[float, float]`, *optional*):
             Range of y to shade as healthy.
