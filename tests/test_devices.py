@@ -7,6 +7,8 @@ import torch
 from omnitrl import devices
 
 
+pytestmark = pytest.mark.compat
+
 DEVICES = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
 MB = 2**20
 

@@ -11,6 +11,9 @@ from omnitrl.cli.parser import OmniParser
 from omnitrl.errors import InputError
 
 
+pytestmark = pytest.mark.compat
+
+
 @dataclass
 class ScriptConfig:
     model: str = "tiny"

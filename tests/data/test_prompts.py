@@ -9,6 +9,8 @@ from omnitrl import load_prompts
 from omnitrl.errors import InputError
 
 
+pytestmark = pytest.mark.compat
+
 PROMPTS = ['a sign that says "OPEN"', "ein Bär im Café", "雪の中の猫"]
 
 
