@@ -121,8 +121,8 @@ class FlowModel(ABC):
 
     @property
     def name(self) -> str:
-        """Where the checkpoint came from: a Hub id or a folder."""
-        return str(self.pipeline.config.get("_name_or_path") or type(self.pipeline).__name__)
+        """Where the checkpoint came from, a Hub id or a folder; empty for a pipeline that was built in code."""
+        return str(self.pipeline.config.get("_name_or_path") or "")
 
     def to(self, device: torch.device | str) -> FlowModel:
         """Moves networks and frozen modules."""
@@ -135,8 +135,8 @@ class FlowModel(ABC):
         return noise
 
     def cache_key(self, row: dict[str, Any]) -> tuple:
-        """What of a dataset row decides its conditions."""
-        return (row["prompt"], row.get("negative_prompt") or "")
+        """What of a dataset row decides what `encode_rows` makes of it."""
+        return (row["prompt"],)
 
     @torch.no_grad()
     def encode(self, rows: Sequence[dict[str, Any]], guidance: bool = False) -> Conditions:
@@ -151,44 +151,40 @@ class FlowModel(ABC):
             [`Conditions`] of `len(rows)` rows.
         """
         keys = [(guidance, *self.cache_key(row)) for row in rows]
-        new = {key: row for key, row in zip(keys, rows, strict=True) if key not in self._cache}
-        fresh: dict[tuple, Conditions] = {}
-        if new:
-            batch = self._encode_new(list(new.values()), guidance)
-            fresh = dict(zip(new, batch.rows(), strict=True))
-        distinct = list(dict.fromkeys(keys))
-        known = {key: fresh[key] if key in fresh else self._cache[key] for key in distinct}
-        self._remember(known)
-        joined = Conditions.cat([known[key] for key in distinct])
-        if len(distinct) == len(keys):
+        row_of = {self.cache_key(row): row for row in rows}
+        keys = [self.cache_key(row) for row in rows]
+        positive = {key: self._encoded(key, row) for key, row in row_of.items()}
+        conditions = positive
+        if guidance:
+            negatives = {key: {**row, "prompt": row.get("negative_prompt") or ""} for key, row in row_of.items()}
+            conditions = {
+                key: Conditions(positive[key].positive, self._encoded(self.cache_key(row), row).positive)
+                for key, row in negatives.items()
+            }
+        joined = Conditions.cat(list(conditions.values()))
+        if len(conditions) == len(keys):
             return joined
-        position = {key: i for i, key in enumerate(distinct)}
+        position = {key: i for i, key in enumerate(conditions)}
         return joined[[position[key] for key in keys]]
 
-    def _encode_new(self, rows: list[dict[str, Any]], guidance: bool) -> Conditions:
-        positive = self.encode_rows(rows)
-        if not guidance:
-            return Conditions(positive)
-        negatives = [row.get("negative_prompt") or "" for row in rows]
-        distinct = list(dict.fromkeys(negatives))
-        if len(distinct) < len(rows):  # mostly one empty prompt for all
-            by_prompt = self.encode_rows([{**rows[negatives.index(p)], "prompt": p} for p in distinct])
-            index = torch.tensor([distinct.index(p) for p in negatives])
-            negative = {key: tensor[index.to(tensor.device)] for key, tensor in by_prompt.items()}
-        else:
-            negative = self.encode_rows([{**row, "prompt": p} for row, p in zip(rows, negatives, strict=True)])
-        return Conditions(positive, negative)
+    def _encoded(self, key: tuple, row: dict[str, Any]) -> Conditions:
+        """
+        The row's own conditions, from the cache if they are there.
 
-    def _remember(self, conditions: dict[tuple, Conditions]) -> None:
-        """Keeps `conditions` as the most recently used, within [`PROMPT_CACHE_BYTES`]."""
-        for key, value in conditions.items():
-            if key in self._cache:
-                self._cache.move_to_end(key)
-            elif value.num_bytes <= PROMPT_CACHE_BYTES:
-                self._cache[key] = value
-                self._cache_bytes += value.num_bytes
+        Rows are encoded one at a time: in a batch the last bits would depend on the other prompts, and a run that is
+        resumed, or has other ranks, on how its prompts happened to be batched.
+        """
+        if key not in self._cache:
+            encoded = Conditions(self.encode_rows([row]))
+            if encoded.num_bytes > PROMPT_CACHE_BYTES:
+                return encoded
+            self._cache[key] = encoded
+            self._cache_bytes += encoded.num_bytes
+        self._cache.move_to_end(key)
+        found = self._cache[key]
         while self._cache_bytes > PROMPT_CACHE_BYTES:
             self._cache_bytes -= self._cache.popitem(last=False)[1].num_bytes
+        return found
 
     def velocity(
         self, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance_scale: float = 1.0

@@ -82,10 +82,6 @@ class Conditions:
             lambda tensor: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None),
         )
 
-    def rows(self) -> list[Conditions]:
-        """The batch as `len(self)` batches of one, each owning its memory."""
-        return [self[i]._map(torch.clone) for i in range(len(self))]
-
     @property
     def num_bytes(self) -> int:
         """Size of all tensors, in bytes."""

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from omnitrl.errors import RunError
+
 
 RewardFunc = Callable[..., Any]
 """A callable `(*, prompts, completions, ...) -> list[float | None]`, or a coroutine of it. See [`omnitrl.rewards`]."""
@@ -20,7 +22,7 @@ RewardFunc = Callable[..., Any]
 RUNNER_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_metric", "log_extra")
 
 
-class RewardError(RuntimeError):
+class RewardError(RunError):
     """
     A reward cannot be used: it broke the calling contract, or it failed too often.
 

@@ -39,6 +39,8 @@ class RewardBatch:
             rows for which the reward failed. Sorted by name.
         extras (`dict[str, list]`):
             Columns recorded with `log_extra`, N values each, `None` where nothing was recorded. Sorted by name.
+        failed (`torch.Tensor`):
+            Shape (N, F), `bool`: where a reward is missing because it failed, rather than because it returned `None`.
         failures (`dict[str, int]`):
             Number of failed rows of each reward, 0 included. An explicit `None` is no failure.
     """
@@ -46,6 +48,7 @@ class RewardBatch:
     rewards: torch.Tensor
     metrics: dict[str, float]
     extras: dict[str, list[Any]]
+    failed: torch.Tensor
     failures: dict[str, int]
 
 
@@ -334,16 +337,19 @@ class RewardRunner:
     def _assemble(self, chunks: list[_Chunk], results: list[list[_Scores]]) -> RewardBatch:
         total = sum(chunk.size for chunk in chunks)
         rewards = torch.full((total, len(self.names)), math.nan, dtype=torch.float64)
+        failed = torch.zeros(rewards.shape, dtype=torch.bool)
         failures = [_Failures() for _ in self.names]
         metrics: dict[str, list[float]] = {}
         extras: dict[str, list[Any]] = {}
         start = 0
         for chunk, scores in zip(chunks, results, strict=True):
             rows = [start + i for i in chunk.scored]
+            failed[start : start + chunk.size] = True
+            failed[rows] = False
             for failure in failures:
                 failure.add(chunk.size - len(rows), "the media was None or not finite")
             for column, score in enumerate(scores):
-                _fill(rewards, rows, column, score, failures[column])
+                _fill(rewards[:, column], failed[:, column], rows, score, failures[column])
                 for name, values in score.log.metrics.items():
                     metrics.setdefault(name, []).extend(values)
                 for name, values in score.log.extras.items():
@@ -355,7 +361,7 @@ class RewardRunner:
         counts = {name: failure.rows for name, failure in zip(self.names, failures, strict=True)}
         means = {name: _nanmean(values) for name, values in metrics.items()}
         means |= {f"rewards/{name}/failed": float(count) for name, count in counts.items()}
-        return RewardBatch(rewards, dict(sorted(means.items())), dict(sorted(extras.items())), counts)
+        return RewardBatch(rewards, dict(sorted(means.items())), dict(sorted(extras.items())), failed, counts)
 
     def _judge(self, failures: list[_Failures], total: int) -> None:
         """Warns of failures, once for each reward, and raises where there are too many."""
@@ -439,18 +445,20 @@ def _cancel(chunks: list[_Chunk]) -> None:
             future.cancel()
 
 
-def _fill(rewards: torch.Tensor, rows: list[int], column: int, score: _Scores, failure: _Failures) -> None:
-    """Writes one reward's values for one chunk into the table, and counts what failed."""
+def _fill(rewards: torch.Tensor, failed: torch.Tensor, rows: list[int], score: _Scores, failure: _Failures) -> None:
+    """Writes one reward's values for one chunk into its column (N,), and marks and counts what failed."""
     if score.values is None:
         error = score.error
+        failed[rows] = True
         failure.add(len(rows), f"{type(error).__name__}: {error}", error)
         return
     for row, value in zip(rows, score.values, strict=True):
         if value is None:
             continue
         if math.isfinite(value):
-            rewards[row, column] = value
+            rewards[row] = value
         else:
+            failed[row] = True
             failure.add(1, f"it returned {value} for row {row}")
 
 

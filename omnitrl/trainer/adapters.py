@@ -42,7 +42,7 @@ def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> N
             model.networks[name] = get_peft_model(network, _checked(peft_config, model))
             # get_peft_model looks for `name_or_path`, which diffusers networks do not have.
             for config in model.networks[name].peft_config.values():
-                config.base_model_name_or_path = model.name
+                config.base_model_name_or_path = model.name or None
         else:
             model.networks[name] = _load_adapter(network, str(peft_config))
     trainable = [p for p in model.networks.parameters() if p.requires_grad]

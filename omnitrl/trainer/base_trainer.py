@@ -140,7 +140,7 @@ class BaseTrainer(Trainer):
         return RunSummary(
             title=f"{self._name}: {Path(str(args.output_dir)).name}",
             algorithm=self._name,
-            model_name=self.flow_model.name,
+            model_name=self.flow_model.name or type(self.flow_model.pipeline).__name__,
             load_snippet=load_snippet(self.flow_model, adapter, str(where)),
         )
 

@@ -8,10 +8,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
 
 from omnitrl.report import EvaluationRecord, Sample
 from omnitrl.rollout import SampleRequest, SamplingParams, stable_seed
+from omnitrl.trainer.metrics import gather_list
 
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def evaluate_prompts(trainer: RolloutTrainer, dataset: Any, prefix: str) -> dict
     mine = requests[first : first + share]
     padded = mine + [requests[-1]] * (share - len(mine))
     rows, images = _score(trainer, padded, prefix, wanted=args.num_samples_to_save if first == 0 else 0)
-    gathered = gather_object(rows[: len(mine)])
+    gathered = gather_list(rows[: len(mine)])
     rewards = torch.tensor(gathered, dtype=torch.float32)  # (N, F)
     total = trainer.rewards.total(rewards)
     metrics = _metrics(trainer.rewards.names, rewards, total, prefix)

@@ -6,10 +6,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+import torch.distributed as dist
 from torch import Tensor
+
+
+def gather_list(values: list[Any]) -> list[Any]:
+    """The lists of all ranks, joined in rank order; every rank calls it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return values
+    ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, values)
+    return [value for rank in ranks for value in rank]
 
 
 class MetricStore:
@@ -40,7 +50,7 @@ class MetricStore:
         """Means over all ranks since the last call (`time/`: sums, `...max`: maxima); every rank calls it."""
         local = {name: _summary(values) for name, values in self._values.items()}
         self._values = {}
-        ranks: list[dict[str, tuple[float, int, float]]] = gather_object([local])
+        ranks: list[dict[str, tuple[float, int, float]]] = gather_list([local])
         merged: dict[str, float] = {}
         for name in sorted({name for rank in ranks for name in rank}):
             parts = [rank[name] for rank in ranks if name in rank]

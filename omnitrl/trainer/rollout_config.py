@@ -166,7 +166,7 @@ class RolloutConfig(TrainingArguments):
         self._check_choices()
         self._check_ranges()
         self._resolve_batches()
-        self.window(0)  # raises early where the window does not fit the steps
+        self._check_window()
 
     # Derived
 
@@ -205,6 +205,12 @@ class RolloutConfig(TrainingArguments):
         check_choice("sde_window_strategy", self.sde_window_strategy, WINDOW_STRATEGIES)
         check_choice("scale_rewards", self.scale_rewards, SCALES)
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
+
+    def _check_window(self) -> None:
+        try:
+            self.trained_steps(0)
+        except ValueError as error:
+            raise InputError(str(error)) from None
 
     def _check_ranges(self) -> None:
         at_least = {

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -31,10 +30,11 @@ from omnitrl.algorithms import (
 )
 from omnitrl.data import PromptStream, load_prompts
 from omnitrl.errors import InputError, RunError
-from omnitrl.rewards import RewardRunner
+from omnitrl.rewards import RewardError, RewardRunner
 from omnitrl.rollout import ENGINES, SampleRequest, SamplingParams, Trajectory
 from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
 from omnitrl.trainer.evaluation import evaluate_prompts
+from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.rollout_config import RolloutConfig
 from omnitrl.trainer.rollouts import ReplayBatch, RolloutBuffer, RolloutPlan
 
@@ -210,12 +210,7 @@ class RolloutTrainer(BaseTrainer):
         self._sync_engine()
         requests = self._plan.requests(rollout)
         trajectories = self._sample(requests, self.sampling_params(rollout))
-        self.progress.phase("rewards")
-        with self.metrics.timed("reward_wait"):
-            scored = self.rewards.collect()
-        for name, value in scored.metrics.items():
-            self.metrics.add(name, value)
-        rewards = self._gather(scored.rewards)
+        rewards = self._collect_rewards()
         advantages = self._advantages(rewards)[self._plan.share]
         buffer = self._buffer_of(rollout, requests, trajectories, advantages)
         if self.guidance_scale_train != self.guidance_scale:
@@ -235,7 +230,7 @@ class RolloutTrainer(BaseTrainer):
         """Makes samples; each batch goes to the rewards as soon as it is decoded."""
         trajectories: list[Trajectory] = []
         for batch in self.engine.generate(requests, params):
-            self.rewards.submit([t.request.row for t in batch], [t.media for t in batch], self.state)
+            self._submit(batch)
             for trajectory in batch:
                 trajectory.media = None  # the rewards hold it as long as they need it
             trajectories += batch
@@ -244,9 +239,46 @@ class RolloutTrainer(BaseTrainer):
             raise RunError(f"The engine gave {len(trajectories)} samples for {len(requests)} requests.")
         return trajectories
 
-    def _gather(self, rewards: Tensor) -> Tensor:
-        """(N, F) of all ranks, in sample order, float32 so that one process and several compute the same."""
-        return torch.tensor(gather_object(rewards.float().tolist()), dtype=torch.float32)
+    def _submit(self, batch: list[Trajectory]) -> None:
+        """Starts the rewards of a batch; with several ranks a broken one is reported when all of them have sampled."""
+        if self._reward_error is not None:
+            return
+        try:
+            self.rewards.submit([t.request.row for t in batch], [t.media for t in batch], self.state)
+        except RewardError as error:
+            if self.args.world_size == 1:
+                raise
+            self._reward_error = error
+
+    def _collect_rewards(self) -> Tensor:
+        """
+        Rewards (N, F) of the samples of all ranks, in sample order, NaN where missing.
+
+        A row for which a weighted reward failed is missing altogether: in a weighted sum, one that is left out would
+        count as 0. They are float32, so that one process and several compute the same.
+        """
+        self.progress.phase("rewards")
+        scored, error = None, self._reward_error
+        with self.metrics.timed("reward_wait"):
+            try:
+                scored = self.rewards.collect()
+            except RewardError as raised:
+                error = error or raised
+        self._agree(error)
+        assert scored is not None
+        for name, value in scored.metrics.items():
+            self.metrics.add(name, value)
+        weighted = torch.tensor(self.rewards.weights) != 0
+        scored.rewards[scored.failed[:, weighted].any(dim=1)] = float("nan")
+        return torch.tensor(gather_list(scored.rewards.float().tolist()), dtype=torch.float32)
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raises on every rank if one has failed, for the others would wait for it for ever."""
+        errors = [text for text in gather_list([None if error is None else str(error)]) if text is not None]
+        if error is not None:
+            raise error
+        if errors:
+            raise RunError(f"Another process stopped: {errors[0]}")
 
     def _advantages(self, rewards: Tensor) -> Tensor:
         """Advantages (N,) of the samples of all ranks, and the log of their rewards (N, F)."""
@@ -425,6 +457,7 @@ class RolloutTrainer(BaseTrainer):
             self._logged_at, self._logged_step = now, self.state.global_step
         super().log(logs, start_time)
 
+    _reward_error: RewardError | None = None
     _logged_at = time.perf_counter()
     _logged_step = 0
 

@@ -93,13 +93,20 @@ def _weights_of(name: str, state_dict: dict[str, Tensor] | None) -> dict[str, Te
 
 def _adapter_tensors(network: PeftModel, weights: dict[str, Tensor] | None) -> dict[str, Tensor]:
     """The adapter's tensors by PEFT's names; PEFT drops silently what it cannot match, so they are counted."""
-    tensors = get_peft_model_state_dict(network, state_dict=weights, adapter_name=network.active_adapter)
+    tensors = _peft_state_dict(network, weights)
     trained = sum(1 for p in network.parameters() if p.requires_grad)
     if len(tensors) < trained:
         raise RunError(
             f"Only {len(tensors)} of {trained} trained adapter tensors were found for saving; nothing was written."
         )
     return {key: value.detach().contiguous() for key, value in tensors.items()}
+
+
+def _peft_state_dict(network: PeftModel, weights: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    # "auto" would ask the Hub for the base model's vocabulary.
+    return get_peft_model_state_dict(
+        network, state_dict=weights, adapter_name=network.active_adapter, save_embedding_layers=False
+    )
 
 
 def _save_peft(network: PeftModel, folder: Path, weights: dict[str, Tensor] | None) -> Path:
@@ -125,7 +132,7 @@ def _load_peft(network: PeftModel, path: Path) -> None:
     if not path.is_file():
         raise RunError(f"The checkpoint has no {path}: was it written by a run without adapters?")
     tensors = load_file(path)
-    expected = set(get_peft_model_state_dict(network, adapter_name=network.active_adapter))
+    expected = set(_peft_state_dict(network, None))
     if set(tensors) != expected:
         odd = sorted(set(tensors) ^ expected)
         raise RunError(
@@ -146,11 +153,11 @@ def _load_plain(network: nn.Module, folder: Path) -> None:
 
 def load_snippet(model: FlowModel, adapter: bool, repo: str) -> str:
     """Python that loads the result with stock diffusers, for the report and the model card."""
-    pipeline = type(model.pipeline).__name__
+    pipeline, base = type(model.pipeline).__name__, model.name or "path/to/the/base/model"
     if adapter:
         return (
             f"import torch\nfrom diffusers import {pipeline}\n\n"
-            f'pipe = {pipeline}.from_pretrained("{model.name}", dtype=torch.bfloat16)\n'
+            f'pipe = {pipeline}.from_pretrained("{base}", dtype=torch.bfloat16)\n'
             f'pipe.load_lora_weights("{repo}")\n'
         )
     loads = "".join(
@@ -159,7 +166,7 @@ def load_snippet(model: FlowModel, adapter: bool, repo: str) -> str:
     )
     classes = ", ".join(sorted({pipeline, *(type(network).__name__ for network in model.networks.values())}))
     given = ", ".join(f"{name}={name}" for name in model.networks)
-    return f'from diffusers import {classes}\n\n{loads}pipe = {pipeline}.from_pretrained("{model.name}", {given})\n'
+    return f'from diffusers import {classes}\n\n{loads}pipe = {pipeline}.from_pretrained("{base}", {given})\n'
 
 
 def replace_folder(source: str | Path, target: str | Path) -> None:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer of a tiny model that runs in a second, and rewards to go with it."""
+
+import numpy as np
+import torch
+from peft import LoraConfig
+
+from omnitrl.trainer import TRAINERS
+from tests.tiny_models import tiny_model
+
+
+PROMPTS = ["a cat", "two dogs", "the red sun", "ice and snow", "a map"]
+LORA = LoraConfig(r=4, lora_alpha=16, init_lora_weights=False)  # not the identity: what is lost would show
+
+
+def brightness(prompts, completions, **kwargs):
+    return [float(np.asarray(image).mean() / 255) for image in completions]
+
+
+def config(tmp_path, algorithm="flow_grpo", **options):
+    defaults = {
+        "output_dir": str(tmp_path / "out"),
+        "num_inference_steps": 4,
+        "num_inference_steps_eval": 4,
+        "guidance_scale": 1.0,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "generation_batch_size": 8,
+        "max_steps": 4,
+        "beta": 0.0,
+        "epsilon": 1e-2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+    }
+    return TRAINERS[algorithm].config_class(**{**defaults, **options})
+
+
+def trainer(tmp_path, algorithm="flow_grpo", model=None, rewards=brightness, peft_config=LORA, data=None, **options):
+    given = {key: options.pop(key) for key in ("eval_dataset", "callbacks") if key in options}
+    return TRAINERS[algorithm](
+        tiny_model() if model is None else model,
+        rewards,
+        config(tmp_path, algorithm, **options),
+        train_dataset=PROMPTS if data is None else data,
+        peft_config=peft_config,
+        **given,
+    )
+
+
+def trainable(trained):
+    """Copies of the trained weights by name."""
+    named = trained.flow_model.networks.named_parameters()
+    return {name: p.detach().clone() for name, p in named if p.requires_grad}
+
+
+def logged(trained, name):
+    """All logged values of a metric."""
+    return [row[name] for row in trained.state.log_history if name in row]
+
+
+def fresh_rollout(trained, rollout=0):
+    """Makes a rollout as training would, without training."""
+    trained.get_train_dataloader()
+    trained.flow_model.networks.eval()
+    return trained.make_rollout(rollout)
+
+
+def all_rows(buffer):
+    """Every trained step of every sample of a rollout as one batch."""
+    (batch,) = buffer.replay(list(range(len(buffer.trajectories))), timesteps_per_forward=len(buffer.steps))
+    return batch
+
+
+def same(a, b):
+    """Whether two dicts of tensors are equal bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
