@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from omnitrl.errors import InputError
+
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "examples" / "scripts" / "flow_grpo.py"
+RECIPES = SCRIPT.parent / "recipes"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("flow_grpo_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*words, timeout=280):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, words)], env=env, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.mark.slow
+def test_it_trains_evaluates_saves_and_resumes(tmp_path):
+    out = tmp_path / "out"
+    small = ["--num_generations", 4, "--generation_batch_size", 8, "--per_device_train_batch_size", 4]
+    often = ["--eval_on_start", "false", "--eval_strategy", "no", "--save_steps", 1, "--lora_r", 4]
+    words = ["--config", RECIPES / "glyphs_ocr.yaml", "--output_dir", out, "--use_cpu", "true", *small, *often]
+    done = run(*words, "--max_steps", 2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "grad_norm" in row] == [1, 2]
+    (evaluation,) = [row for row in rows if "eval_reward" in row]
+    assert evaluation["step"] == 2
+    assert evaluation["eval_samples"] == 32
+    assert 0 < evaluation["eval_rewards/ocr_exact_reward/mean"] < evaluation["eval_reward"] < 1
+    adapter = json.loads((out / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (4, 32)  # the command line wins over the file
+    assert "ff.net.2" in adapter["target_modules"]
+    assert (out / "pytorch_lora_weights.safetensors").is_file()
+
+    done = run(*words, "--max_steps", 3, "--resume", "true")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "grad_norm" in row] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_help_lists_the_options_of_the_script_and_of_the_trainer():
+    done = run("--help", timeout=120)
+    assert done.returncode == 0
+    for option in ("--model MODEL", "--lora_target_modules", "--sde_window_size", "--learning_rate", "--push_to_hub"):
+        assert option in done.stdout
+
+
+@pytest.mark.slow
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
+    file = tmp_path / "train.yaml"
+    file.write_text("model: glyphs\ndataset: glyphs:train\nrewards: [ocr]\nnum_generatoins: 4\n")
+    done = run("--config", file, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"error: {file} has an unknown key 'num_generatoins'. Did you mean 'num_generations'?"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_the_recipe_of_the_small_model(script):
+    script_args, args = script.make_parser().parse_args_and_config(["--config", str(RECIPES / "glyphs_ocr.yaml")])
+    assert script_args.rewards == ["ocr", "ocr_exact"]
+    assert args.reward_weights == [1.0, 0.0]
+    assert args.trained_steps(0) == (0, 1)
+    assert (args.prompts_per_rollout, args.updates_per_rollout) == (8, 4)
+    config = script.peft_config_of(script_args)
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 32, 0)
+
+
+def test_the_recipe_of_the_paper_makes_its_batch_on_eight_devices(script, monkeypatch):
+    monkeypatch.setattr(script.FlowGRPOConfig, "world_size", 8)
+    words = ["--config", str(RECIPES / "sd35_ocr.yaml"), "--dataset", "prompts.txt"]
+    script_args, args = script.make_parser().parse_args_and_config(words)
+    assert args.generation_batch_size == 48 * 24
+    assert args.prompts_per_rollout == 48
+    assert args.updates_per_rollout == 2
+    assert args.trained_steps(0) == tuple(range(9))
+    assert (args.epsilon, args.beta, args.noise_level, args.guidance_scale) == (1e-4, 0.04, 0.7, 4.5)
+    assert script_args.dataset == "prompts.txt"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_say_what_they_train(recipe):
+    values = yaml.safe_load(recipe.read_text("utf-8"))
+    assert {"model", "rewards", "output_dir", "max_steps", "learning_rate", "lr_scheduler_type"} <= set(values)
+
+
+def test_required_options_are_asked_for(script):
+    with pytest.raises(InputError, match="--dataset"):
+        script.make_parser().parse_args_and_config(["--model", "glyphs", "--rewards", "ocr"])
+
+
+def test_no_rank_means_all_weights_and_a_folder_means_that_adapter(script):
+    words = ["--model", "glyphs", "--dataset", "glyphs:train", "--rewards", "ocr", "--output_dir", "out"]
+    parse = script.make_parser().parse_args_and_config
+    assert script.peft_config_of(parse([*words, "--lora_r", "0"])[0]) is None
+    assert script.peft_config_of(parse([*words, "--adapter", "some/adapter"])[0]) == "some/adapter"
+
+
+def test_words_that_ship_with_the_package_are_a_dataset(script):
+    assert script.prompts_of("glyphs:heldout", "train")[0] == {"prompt": "CAT"}
+    assert script.prompts_of(None, "test") is None
