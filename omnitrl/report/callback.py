@@ -47,6 +47,9 @@ class ReportCallback(TrainerCallback):
             What is known of the run beforehand: title, model, configuration, environment, how to load the result. The
             callback fills `status`, `history` and `evaluations`. By default one with the training arguments.
 
+        pictures (`bool`, *optional*, defaults to `True`):
+            Whether to write pictures, curves and the page too; `metrics.jsonl` is always written.
+
     Example:
 
     ```python
@@ -63,6 +66,7 @@ class ReportCallback(TrainerCallback):
         progress: Progress | None = None,
         max_samples: int = 16,
         summary: RunSummary | None = None,
+        pictures: bool = True,
     ) -> None:
         if max_samples < 0:
             raise InputError(f"max_samples={max_samples} must be 0 or more: use 16, or 0 for no pictures.")
@@ -70,6 +74,7 @@ class ReportCallback(TrainerCallback):
         self.progress = progress
         self.max_samples = max_samples
         self.summary = summary or RunSummary(title="", algorithm="", model_name="")
+        self.pictures = pictures
         self._writer: MetricsWriter | None = None
         self._is_main = True
         self._early_rows: list[dict[str, Any]] | None = []  # logged before training; None once it has begun
@@ -164,15 +169,15 @@ class ReportCallback(TrainerCallback):
         others = [old for old in self.summary.evaluations if (old.step, old.name) != (kept.step, kept.name)]
         self.summary.evaluations = sorted([*others, kept], key=lambda entry: entry.step)
         self._thin_out()
-        self._attempt(self.folder.save_record, kept)
-        self._attempt(self.folder.draw_samples, kept)
+        self._draw(self.folder.save_record, kept)
+        self._draw(self.folder.draw_samples, kept)
 
     def refresh(self) -> None:
         """Draw the reward curve, the comparisons and the page anew; called at each evaluation and at the end."""
         # Before training there is nothing to compare, and an earlier run in this folder may have a full page.
         if self._is_main and (self._early_rows is None or not self.folder.page.exists()):
             for draw in (self.folder.draw_rewards, self.folder.draw_comparisons, self.folder.write_page):
-                self._attempt(draw, self.summary)
+                self._draw(draw, self.summary)
 
     def close(self, status: str | None = None) -> None:
         """
@@ -187,11 +192,12 @@ class ReportCallback(TrainerCallback):
             self.progress.stop()
         if not self._is_main:
             return
-        if status is None and self.summary.status.startswith("running"):
-            status = f"stopped at step {self._step} of {self._total}"
-        self.summary.status = status or self.summary.status
+        under_way = self.summary.status.startswith("running")
+        if status is None and not under_way:
+            return  # closed already
+        self.summary.status = status or f"stopped at step {self._step} of {self._total}"
         self.refresh()
-        self._attempt(self.folder.draw_health, self.summary)
+        self._draw(self.folder.draw_health, self.summary)
 
     def seconds(self) -> float:
         """Seconds since training began, those before a resume included; 0 before training."""
@@ -244,6 +250,10 @@ class ReportCallback(TrainerCallback):
         for name in {record.name for record in self.summary.evaluations}:
             for record in [record for record in self.summary.evaluations if record.name == name][1:-1]:
                 record.samples = record.samples[:TIMELINE_COLUMNS]
+
+    def _draw(self, write: Callable[..., None], *what: Any) -> None:
+        if self.pictures:
+            self._attempt(write, *what)
 
     def _attempt(self, write: Callable[..., None], *what: Any) -> None:
         """Run a writer of files; a full disk costs the picture, not the run."""

@@ -41,7 +41,8 @@ def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> N
         elif isinstance(peft_config, PeftConfig):
             model.networks[name] = get_peft_model(network, _checked(peft_config, model))
             # get_peft_model looks for `name_or_path`, which diffusers networks do not have.
-            for config in model.networks[name].peft_config.values():
+            adapted: Any = model.networks[name]
+            for config in adapted.peft_config.values():
                 config.base_model_name_or_path = model.name or None
         else:
             model.networks[name] = _load_adapter(network, str(peft_config))

@@ -104,6 +104,7 @@ class BaseTrainer(Trainer):
             progress=self.progress,
             max_samples=args.num_samples_to_save,
             summary=self._summary(args),
+            pictures=args.save_report,
         )
         super().__init__(
             model=Policy(self.flow_model),

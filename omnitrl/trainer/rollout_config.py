@@ -157,6 +157,10 @@ class RolloutConfig(TrainingArguments):
         default=None,
         metadata={"help": "Average of the trained weights for evaluation and saving: min(this, (1+n)/(10+n))."},
     )
+    save_report: bool = field(
+        default=True,
+        metadata={"help": "Write pictures, curves and report.html; metrics.jsonl is written in any case."},
+    )
     num_samples_to_save: int = field(
         default=16, metadata={"help": "Evaluation samples in the picture grids and the report."}
     )

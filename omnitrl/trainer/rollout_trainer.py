@@ -404,12 +404,11 @@ class RolloutTrainer(BaseTrainer):
         self.progress.phase("train")
         started = time.perf_counter()
         batches = buffer.replay(samples, self.args.timesteps_per_forward)
-        rows = sum(len(batch) for batch in batches)
         total = torch.zeros((), device=self.args.device)
         for i, batch in enumerate(batches):
             with self.gradient_sync(model, last=i == len(batches) - 1):
                 losses = self.compute_row_losses(model, batch, buffer)
-                loss = losses.sum() / rows / self.current_gradient_accumulation_steps
+                loss = losses.sum() / batches.num_rows / self.current_gradient_accumulation_steps
                 self.backward(loss)
                 total += loss.detach()
         self._check_finite(total, samples, buffer)

@@ -137,23 +137,9 @@ class RolloutBuffer:
         order = torch.randperm(len(self.trajectories), generator=generator).tolist()
         return order[place * batch_size : (place + 1) * batch_size]
 
-    def replay(self, samples: list[int], timesteps_per_forward: int) -> list[ReplayBatch]:
+    def replay(self, samples: list[int], timesteps_per_forward: int) -> ReplayBatches:
         """All trained steps of some samples, `timesteps_per_forward` of them in each batch."""
-        starts = range(0, len(self.steps), timesteps_per_forward)
-        return [self._rows(samples, range(s, min(s + timesteps_per_forward, len(self.steps)))) for s in starts]
-
-    def _rows(self, samples: list[int], columns: range) -> ReplayBatch:
-        chosen = [(self.trajectories[i], i, k) for k in columns for i in samples]
-        device = self.trajectories[0].latents.device
-        conditions = self.conditions[[self.condition_rows[i] for _, i, _ in chosen]]
-        return ReplayBatch(
-            latents=torch.stack([t.latents[k] for t, _, k in chosen]),
-            next_latents=torch.stack([t.next_latents[k] for t, _, k in chosen]),
-            steps=torch.tensor([t.steps[k] for t, _, k in chosen], device=device),
-            old_log_probs=torch.stack([t.log_probs[k] for t, _, k in chosen]),
-            advantages=self.advantages[[i for _, i, _ in chosen]].to(device),
-            conditions=conditions,
-        )
+        return ReplayBatches(self, samples, timesteps_per_forward)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers that, with the plan, restore the buffer exactly."""
@@ -167,3 +153,45 @@ class RolloutBuffer:
             ],
             "weight_version": self.trajectories[0].weight_version,
         }
+
+
+class ReplayBatches(Sequence[ReplayBatch]):
+    """
+    The network calls of one micro-batch.
+
+    A batch is stacked when it is asked for and not before, so that the memory of a micro-batch does not grow with the
+    number of trained steps.
+
+    Args:
+        buffer ([`RolloutBuffer`]): The rollout.
+        samples (`list[int]`): Numbers of its samples.
+        timesteps_per_forward (`int`): Trained steps in each batch; the last batch may have fewer.
+    """
+
+    def __init__(self, buffer: RolloutBuffer, samples: list[int], timesteps_per_forward: int) -> None:
+        self._buffer = buffer
+        self._samples = samples
+        steps = range(len(buffer.steps))
+        self._columns = [steps[s : s + timesteps_per_forward] for s in steps[::timesteps_per_forward]]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows R of all batches together."""
+        return len(self._samples) * len(self._buffer.steps)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __getitem__(self, index: int) -> ReplayBatch:  # type: ignore[override]
+        trajectories, samples = self._buffer.trajectories, self._samples
+        chosen = [(trajectories[i], k) for k in self._columns[index] for i in samples]
+        rows = samples * len(self._columns[index])
+        device = trajectories[0].latents.device
+        return ReplayBatch(
+            latents=torch.stack([t.latents[k] for t, k in chosen]),
+            next_latents=torch.stack([t.next_latents[k] for t, k in chosen]),
+            steps=torch.tensor([t.steps[k] for t, k in chosen], device=device),
+            old_log_probs=torch.stack([t.log_probs[k] for t, k in chosen]),
+            advantages=self._buffer.advantages[rows].to(device),
+            conditions=self._buffer.conditions[[self._buffer.condition_rows[i] for i in rows]],
+        )

@@ -32,6 +32,7 @@ def config(tmp_path, algorithm="flow_grpo", **options):
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
         "save_strategy": "no",
+        "save_report": False,
         "report_to": [],
         "use_cpu": True,
     }

@@ -261,9 +261,10 @@ def test_law_06_seeds_are_stable_over_releases():
 
 def test_law_07_windows_are_shared_and_follow_from_seed_and_rollout(tmp_path):
     options = {"num_inference_steps": 8, "sde_window_strategy": "random", "sde_window_size": 2}
+    expected = [config(tmp_path, **options).window(rollout) for rollout in range(6)]
     run = trainer(tmp_path, **options)
     windows = [fresh_rollout(run, rollout).steps for rollout in range(6)]
-    assert windows == [config(tmp_path, **options).window(rollout) for rollout in range(6)]
+    assert windows == expected
     assert len(set(windows)) > 1
     for rollout in range(2):
         assert {t.steps for t in fresh_rollout(run, rollout).trajectories} == {windows[rollout]}
