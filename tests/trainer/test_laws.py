@@ -377,10 +377,10 @@ def test_law_11_nothing_else_fails_silently(tmp_path):
         config(tmp_path, noise_levle=0.7)
     with pytest.raises(ValueError, match=r"caption.*prompt|prompt.*caption"):
         trainer(tmp_path, data=[{"caption": "a cat"}])
+    run = trainer(tmp_path, rewards=lambda completions, **_: [0.0, 1.0], max_steps=1)
     with pytest.raises(RuntimeError, match="returned 2 values for 4 rows"):
-        run = trainer(tmp_path, rewards=lambda completions, **_: [0.0, 1.0], max_steps=1)
         run.train()
-    with pytest.raises(ValueError, match="target_modules|Target modules"):
+    with pytest.raises(ValueError, match=r"(?i)target.modules"):
         trainer(tmp_path, peft_config=LoraConfig(target_modules=["no_such_module"]))
 
 
