@@ -89,7 +89,7 @@ class LocalEngine:
         conditions = self.model.encode([request.row for request in requests], guidance=params.guidance_scale > 1.0)
         latents = self.model.init_latents(torch.stack([noise.start(shape) for noise in noises]).to(device))
         timesteps = table.timesteps.to(device)
-        kept = _Kept(params.keep_steps)
+        kept = _Kept(params.keep_steps, len(requests))
         for step in range(table.num_steps):
             velocity = self._velocity(latents, timesteps[step], conditions, params.guidance_scale)
             mean = transition_mean(latents, velocity, transitions, step)
@@ -132,42 +132,57 @@ class LocalEngine:
 
 
 class _Kept:
-    """Collects the states around the kept steps of one batch, each state once."""
+    """
+    Records the states around the kept steps of one batch, in memory that each sample owns.
 
-    def __init__(self, steps: tuple[int, ...]) -> None:
+    A state is copied there when it is made, so that no second copy is alive when the batch ends, and a sample can be
+    freed without the rest of its batch. Consecutive steps share the state between them.
+    """
+
+    def __init__(self, steps: tuple[int, ...], count: int) -> None:
         self.steps = tuple(sorted(steps))
-        self._states: list[Tensor] = []
-        self._before: list[int] = []
-        self._log_probs: list[Tensor] = []
+        self._count = count
+        self._recorded = 0
+        self._consecutive = self.steps == tuple(range(self.steps[0], self.steps[-1] + 1)) if self.steps else False
+        empty = torch.zeros(0)
+        self._before = self._after = self._log_probs = [empty] * count  # per sample (K, ...), (K, ...), (K,)
 
     def add(self, latents: Tensor, following: Tensor, log_prob: Tensor) -> None:
-        if not self._states or self._states[-1] is not latents:
-            self._states.append(latents)
-        self._before.append(len(self._states) - 1)
-        self._states.append(following)
-        self._log_probs.append(log_prob)
+        """Records the next kept step: states before and after it (B, ...), and log-probs (B,)."""
+        k = self._recorded
+        if k == 0:
+            self._allocate(following, log_prob)
+        for i in range(self._count):
+            if k == 0 or not self._consecutive:
+                self._before[i][k] = latents[i]
+            self._after[i][k] = following[i]
+            self._log_probs[i][k] = log_prob[i]
+        self._recorded = k + 1
+
+    def _allocate(self, like: Tensor, log_prob: Tensor) -> None:
+        steps, shape = len(self.steps), like.shape[1:]
+        if self._consecutive:
+            states = [like.new_empty(steps + 1, *shape) for _ in range(self._count)]
+            self._before, self._after = [s[:-1] for s in states], [s[1:] for s in states]
+        else:
+            self._before = [like.new_empty(steps, *shape) for _ in range(self._count)]
+            self._after = [like.new_empty(steps, *shape) for _ in range(self._count)]
+        self._log_probs = [log_prob.new_empty(steps) for _ in range(self._count)]
 
     def trajectories(
         self, requests: Sequence[SampleRequest], media: list, table: SigmaTable, weight_version: int
     ) -> list[Trajectory]:
-        result = []
-        for i, request in enumerate(requests):
-            latents, following, log_probs = self._sample(i)
-            result.append(
-                Trajectory(
-                    request, media[i], table, self.steps, latents, following, log_probs, weight_version=weight_version
-                )
+        """One record per sample."""
+        return [
+            Trajectory(
+                request,
+                media[i],
+                table,
+                self.steps,
+                self._before[i],
+                self._after[i],
+                self._log_probs[i],
+                weight_version=weight_version,
             )
-        return result
-
-    def _sample(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample `i`'s states before (K, ...) and after (K, ...) each kept step and its log-probs (K,)."""
-        if not self._states:
-            empty = torch.zeros(0)
-            return empty, empty, empty
-        states = torch.stack([state[i] for state in self._states])
-        before = torch.tensor(self._before)
-        log_probs = torch.stack([log_prob[i] for log_prob in self._log_probs])
-        if len(states) == len(before) + 1:  # one contiguous stretch: two views of the same memory
-            return states[:-1], states[1:], log_probs
-        return states[before], states[before + 1], log_probs
+            for i, request in enumerate(requests)
+        ]
