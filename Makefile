@@ -4,8 +4,8 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
-# On a machine without a GPU the CPU build of PyTorch is much smaller: pass what pytorch.org's selector says after
-# `pip install`, as in `make quickstart TORCH="torch==2.13.0 --index-url …"`.
+# What `pip install` is given for PyTorch: on a machine without a GPU its CPU build is much smaller, see PyTorch's own
+# instructions.
 TORCH ?= torch==2.13.0
 ALGO ?= flow_grpo
 ARGS ?=

@@ -143,6 +143,10 @@ class RolloutConfig(TrainingArguments):
         default=0, metadata={"help": "Std of rewards: 0 population (Flow-GRPO), 1 sample (DanceGRPO, TRL)."}
     )
     advantage_eps: float = field(default=1e-4, metadata={"help": "Added to the std of rewards."})
+    shuffle_advantages: bool = field(
+        default=False,
+        metadata={"help": "Control experiment: advantages go to other samples, so that nothing should be learnt."},
+    )
     advantage_clip: float = field(default=5.0, metadata={"help": "Advantages are clamped to plus or minus this."})
     reward_timeout: float | None = field(
         default=None, metadata={"help": "Seconds that a reward may take for a batch before it counts as failed."}

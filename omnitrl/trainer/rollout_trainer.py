@@ -31,7 +31,7 @@ from omnitrl.algorithms import (
 from omnitrl.data import PromptStream, load_prompts
 from omnitrl.errors import InputError, RunError
 from omnitrl.rewards import RewardError, RewardRunner
-from omnitrl.rollout import ENGINES, SampleRequest, SamplingParams, Trajectory
+from omnitrl.rollout import ENGINES, SampleRequest, SamplingParams, Trajectory, stable_seed
 from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
 from omnitrl.trainer.evaluation import evaluate_prompts
 from omnitrl.trainer.metrics import gather_list
@@ -211,7 +211,11 @@ class RolloutTrainer(BaseTrainer):
         requests = self._plan.requests(rollout)
         trajectories = self._sample(requests, self.sampling_params(rollout))
         rewards = self._collect_rewards()
-        advantages = self._advantages(rewards)[self._plan.share]
+        advantages = self._advantages(rewards)
+        if self.args.shuffle_advantages:
+            generator = torch.Generator().manual_seed(stable_seed(self.args.seed, "control", rollout))
+            advantages = advantages[torch.randperm(len(advantages), generator=generator)]
+        advantages = advantages[self._plan.share]
         buffer = self._buffer_of(rollout, requests, trajectories, advantages)
         if self.guidance_scale_train != self.guidance_scale:
             self._recompute_log_probs(buffer)
