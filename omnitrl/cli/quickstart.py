@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omnitrl quickstart",
-        description="Trains a text-to-image model of 2.3 M weights, which ships with the package, to spell three-letter "
-        "words: the reward is how well an OCR network reads its pictures. Takes about 6 minutes on two cores.",
+        description="Trains a text-to-image model of 2.3 M weights, which ships with the package, to spell "
+        "three-letter words: the reward is how well an OCR network reads its pictures. Takes minutes on two cores.",
     )
     parser.add_argument("--algo", default="flow_grpo", help=f"algorithm: {', '.join(RECIPES)}")
     parser.add_argument("--output-dir", default="quickstart-output", help="where everything is written")
@@ -150,7 +150,7 @@ def _other_sets() -> dict[str, list[dict[str, str]]]:
 
 
 def summarize(evaluations: Sequence[Any]) -> dict[str, float]:
-    """`eval/reward_before`, `eval/reward_after`, `eval/exact_before`, … from the first and last evaluation of a set."""
+    """`eval/reward_before`, `eval/reward_after`, `eval/exact_before`, … of the first and last evaluation of a set."""
     results: dict[str, float] = {}
     for prefix in SETS.values():
         records = sorted((record for record in evaluations if record.name == prefix), key=lambda record: record.step)
