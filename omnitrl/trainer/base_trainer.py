@@ -211,6 +211,7 @@ class BaseTrainer(Trainer):
 
     def _begin(self) -> None:
         """Called when everything is prepared and, on a resume, loaded."""
+        self._drained_step = self.state.global_step
         if self.args.ema_decay is not None:
             self.ema = EMAModel(self.trainable_parameters(), decay=self.args.ema_decay)
         if self._resumed_from is not None:
@@ -262,9 +263,13 @@ class BaseTrainer(Trainer):
         self.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics collected since the last log, averaged over all ranks."""
+        """Adds the metrics collected since the last log, averaged over all ranks; times are seconds per step."""
         if self.state.global_step and "loss" in logs:
-            logs = {**logs, **self.metrics.drain()}
+            collected = self.metrics.drain()
+            steps = max(self.state.global_step - self._drained_step, 1)
+            self._drained_step = self.state.global_step
+            per_step = {name: value / steps for name, value in collected.items() if name.startswith("time/")}
+            logs = {**logs, **collected, **per_step}
         super().log(logs, start_time)
 
     # Saving and loading
@@ -321,6 +326,7 @@ class BaseTrainer(Trainer):
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, _STAGING) if self._writing_checkpoint else folder
 
+    _drained_step = 0
     _writing_checkpoint = False
     _resumed_from: str | None = None
 

@@ -48,7 +48,6 @@ def evaluate_prompts(trainer: RolloutTrainer, dataset: Any, prefix: str) -> dict
     total = trainer.rewards.total(rewards)
     metrics = _metrics(trainer.rewards.names, rewards, total, prefix)
     metrics[f"{prefix}_runtime"] = round(time.perf_counter() - started, 3)
-    metrics[f"{prefix}_samples"] = float(len(rewards))
     samples = [
         Sample(prompt=request.row["prompt"], image=image, reward=float(reward))
         for request, image, reward in zip(requests, images, total, strict=False)
@@ -85,7 +84,9 @@ def _metrics(names: list[str], rewards: torch.Tensor, total: torch.Tensor, prefi
     metrics = {f"{prefix}_reward": _mean(total), f"{prefix}_reward_std": _std(total)}
     for i, name in enumerate(names):
         metrics[f"{prefix}_rewards/{name}/mean"] = _mean(rewards[:, i])
-    metrics[f"{prefix}_rewards/missing"] = float(total.isnan().sum())
+    missing = int(total.isnan().sum())
+    if missing:
+        metrics[f"{prefix}_rewards/missing"] = float(missing)
     return metrics
 
 

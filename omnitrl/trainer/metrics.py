@@ -39,7 +39,7 @@ class MetricStore:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Records the seconds that the block took, as a sum between two logs: `time/{name}`."""
+        """Records the seconds that the block took, summed between two logs: `time/{name}`."""
         start = time.perf_counter()
         try:
             yield

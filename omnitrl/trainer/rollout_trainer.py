@@ -170,6 +170,7 @@ class RolloutTrainer(BaseTrainer):
     def _begin(self) -> None:
         self._micro_step = self.state.global_step * self.args.gradient_accumulation_steps
         self._buffer = None
+        self._logged_at, self._logged_step = time.perf_counter(), self.state.global_step
         super()._begin()
         self._announce()
 
@@ -461,7 +462,7 @@ class RolloutTrainer(BaseTrainer):
         super().log(logs, start_time)
 
     _reward_error: RewardError | None = None
-    _logged_at = time.perf_counter()
+    _logged_at = 0.0
     _logged_step = 0
 
     # Checkpoints
