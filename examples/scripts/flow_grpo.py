@@ -12,8 +12,8 @@ The model that ships with omnitrl, on a laptop without a GPU (`make quickstart` 
 python examples/scripts/flow_grpo.py --config examples/scripts/recipes/glyphs_ocr.yaml
 ```
 
-Stable Diffusion 3.5 Medium on one node with 8 GPUs, with the paper's settings for text rendering; the prompts are lines
-such as `a shop front with a sign that says "Fresh Bread"`:
+Stable Diffusion 3.5 Medium on one node with 8 GPUs, with the paper's settings for text rendering; the prompts are
+lines such as `a shop front with a sign that says "Fresh Bread"`:
 
 ```bash
 accelerate launch --num_processes 8 examples/scripts/flow_grpo.py \
@@ -54,8 +54,8 @@ class ScriptArguments:
     )
     dataset: str = field(
         metadata={
-            "help": "Prompts: a .txt, .jsonl, .json, .csv or .parquet file, a saved dataset, or a Hub id. 'glyphs:train', "
-            "'glyphs:heldout' and 'glyphs:unseen' are the words that ship with omnitrl."
+            "help": "Prompts: a .txt, .jsonl, .json, .csv or .parquet file, a saved dataset, or a Hub id. "
+            "'glyphs:train', 'glyphs:heldout' and 'glyphs:unseen' are the words that ship with omnitrl."
         }
     )
     rewards: list[str] = field(
@@ -120,7 +120,8 @@ def main(script_args: ScriptArguments, training_args: FlowGRPOConfig) -> None:
         peft_config=peft_config_of(script_args),
     )
     trainer.train(resume_from_checkpoint=script_args.resume or training_args.resume_from_checkpoint)
-    if trainer.eval_dataset is not None:
+    last_rows = [row for row in trainer.state.log_history if row["step"] == trainer.state.global_step]
+    if trainer.eval_dataset is not None and not any("eval_reward" in row for row in last_rows):
         trainer.evaluate()
     trainer.save_model()
     if training_args.push_to_hub:

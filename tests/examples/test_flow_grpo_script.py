@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from omnitrl.cli import quickstart
 from omnitrl.errors import InputError
+from omnitrl.models.sd3 import SD3Model
 
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,7 +47,7 @@ def test_it_trains_evaluates_saves_and_resumes(tmp_path):
     assert [row["step"] for row in rows if "grad_norm" in row] == [1, 2]
     (evaluation,) = [row for row in rows if "eval_reward" in row]
     assert evaluation["step"] == 2
-    assert evaluation["eval_samples"] == 32
+    assert evaluation["eval_samples"] == 32 * 4
     assert 0 < evaluation["eval_rewards/ocr_exact_reward/mean"] < evaluation["eval_reward"] < 1
     adapter = json.loads((out / "adapter_config.json").read_text())
     assert (adapter["r"], adapter["lora_alpha"]) == (4, 32)  # the command line wins over the file
@@ -86,6 +88,17 @@ def test_the_recipe_of_the_small_model(script):
     assert (args.prompts_per_rollout, args.updates_per_rollout) == (8, 4)
     config = script.peft_config_of(script_args)
     assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 32, 0)
+
+
+def test_the_recipe_of_the_small_model_is_that_of_the_quickstart():
+    values = yaml.safe_load((RECIPES / "glyphs_ocr.yaml").read_text("utf-8"))
+    settings = quickstart.SHARED | quickstart.RECIPES["flow_grpo"]
+    elsewhere = {"logging_steps", "report_to"}  # how a run is shown, not what it does
+    assert {key: values.get(key) for key in settings if key not in elsewhere} == {
+        key: value for key, value in settings.items() if key not in elsewhere
+    }
+    assert (values["lora_r"], values["lora_alpha"]) == (quickstart.LORA_RANK, quickstart.LORA_ALPHA)
+    assert values["lora_target_modules"] == [*SD3Model.default_lora_targets, "ff.net.0.proj", "ff.net.2"]
 
 
 def test_the_recipe_of_the_paper_makes_its_batch_on_eight_devices(script, monkeypatch):
