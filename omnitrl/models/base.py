@@ -47,6 +47,22 @@ def stock_sigma_table(scheduler: Any, num_steps: int, **set_timesteps_kwargs: An
     return make_sigma_table(fresh.sigmas.float(), fresh.timesteps.float(), num_steps=num_steps)
 
 
+def images_of(pixels: Tensor, processor: Any) -> list[Any]:
+    """
+    PIL images of decoded pixels, `None` for a row with NaN or infinity, which would otherwise become a black image.
+
+    Args:
+        pixels (`Tensor`): (B, 3, H, W) in [-1, 1].
+        processor (`VaeImageProcessor`): The pipeline's own.
+
+    Returns:
+        `list`: B images; rewards count a missing one as failed.
+    """
+    finite = pixels.isfinite().flatten(1).all(dim=1).tolist()
+    images = processor.postprocess(pixels.float().nan_to_num(), output_type="pil")
+    return [image if ok else None for image, ok in zip(images, finite, strict=True)]
+
+
 class FlowModel(ABC):
     """
     A flow-matching model family: a stock diffusers pipeline, cut where reinforcement learning needs it.
@@ -99,7 +115,7 @@ class FlowModel(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor) -> list[Any]:
-        """Media of clean latents (B, ...): a PIL image per row for image families."""
+        """Media of clean latents (B, ...): a PIL image per row for image families, `None` where it is not finite."""
 
     # What all families share
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
-from omnitrl.models.base import FlowModel, stock_sigma_table
+from omnitrl.models.base import FlowModel, images_of, stock_sigma_table
 
 
 class SD3Model(FlowModel):
@@ -121,11 +121,11 @@ class SD3Model(FlowModel):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> list[Any]:
-        """A PIL image per row."""
+        """A PIL image per row, `None` where the decoder's output is not finite."""
         vae = self.pipeline.vae
         scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
         pixels = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-        return self.pipeline.image_processor.postprocess(pixels.float(), output_type="pil")
+        return images_of(pixels, self.pipeline.image_processor)
 
 
 def _join_clips(clips: list[tuple[Tensor, Tensor] | None], pooled_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,7 @@ class ReportCallback(TrainerCallback):
         self._early_rows: list[dict[str, Any]] | None = []  # logged before training; None once it has begun
         self._clock, self._seconds_before = time.monotonic(), 0.0
         self._step = self._total = 0
+        self._only_early = False
         self._warned = False
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -206,6 +207,7 @@ class ReportCallback(TrainerCallback):
 
     def _append(self, row: Mapping[str, Any]) -> None:
         if self._writer is None:
+            self._only_early = not self.folder.metrics.exists()
             self._writer = MetricsWriter(self.folder.metrics)
         self._attempt(self._writer.write, row)
         self.summary.history.append(self._writer.last_row)
@@ -216,6 +218,8 @@ class ReportCallback(TrainerCallback):
         if self._early_rows is None:  # this object has trained before: its evaluations are those of the earlier run
             self.summary.evaluations = []
         self._close_writer()
+        if self._early_rows and self._only_early:  # there is no earlier run whose rows should be kept
+            self.folder.metrics.unlink(missing_ok=True)
         self._writer = MetricsWriter(self.folder.metrics, start_over=True)
         self._attempt(self.folder.clear, self.summary.evaluations)
         for row in early:

@@ -111,7 +111,7 @@ class BaseTrainer(Trainer):
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            callbacks=[*(callbacks or []), _Hooks(self), self.report],
+            callbacks=[self.report, _Hooks(self), *(callbacks or [])],
             optimizers=optimizers,
         )
         self.model_accepts_loss_kwargs = False

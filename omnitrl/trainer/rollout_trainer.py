@@ -41,6 +41,9 @@ from omnitrl.trainer.rollouts import ReplayBatch, RolloutBuffer, RolloutPlan
 
 logger = logging.getLogger(__name__)
 
+# Training prompts that are pictured before and after where there is no evaluation set.
+PREVIEW_PROMPTS = 8
+
 RewardLike = str | Callable | nn.Module
 
 
@@ -167,12 +170,25 @@ class RolloutTrainer(BaseTrainer):
         """Prompts of an epoch."""
         return len(self._train_rows)
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """See [`BaseTrainer.train`]; without an `eval_dataset`, some training prompts show before and after."""
+        output = super().train(resume_from_checkpoint, **kwargs)
+        self._preview()
+        return output
+
+    def _preview(self) -> None:
+        if self.eval_dataset is None and self.args.save_report:
+            rows = [self._train_rows[i] for i in range(min(len(self._train_rows), PREVIEW_PROMPTS))]
+            self.evaluate(rows, metric_key_prefix="eval_preview")
+
     def _begin(self) -> None:
         self._micro_step = self.state.global_step * self.args.gradient_accumulation_steps
         self._buffer = None
         self._logged_at, self._logged_step = time.perf_counter(), self.state.global_step
         super()._begin()
         self._announce()
+        if self.state.global_step == 0:
+            self._preview()
 
     def _announce(self) -> None:
         args, window, steps = self.args, self.args.window(0), self.args.trained_steps(0)

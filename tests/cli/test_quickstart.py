@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omnitrl quickstart`, cut short: what it writes and what its numbers are called."""
+
+import json
+
+import pytest
+
+from omnitrl.cli.main import main
+from omnitrl.cli.quickstart import RECIPES, summarize
+from omnitrl.report import EvaluationRecord, read_metrics
+from omnitrl.trainer import TRAINERS
+
+
+def test_every_recipe_is_of_a_trainer():
+    assert RECIPES.keys() <= TRAINERS.keys()
+
+
+def test_an_unknown_algorithm_is_one_line(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["quickstart", "--algo", "flow_grp"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: --algo flow_grp has no quickstart; there is flow_grpo. Did you mean 'flow_grpo'?\n"
+    )
+
+
+def test_the_summary_takes_the_first_and_the_last_evaluation():
+    def record(step, name, reward):
+        metrics = {f"{name}_reward": reward, f"{name}_rewards/ocr_exact_reward/mean": reward / 2}
+        return EvaluationRecord(step=step, name=name, metrics=metrics)
+
+    records = [record(8, "eval", 0.9), record(0, "eval", 0.5), record(4, "eval", 0.1)]
+    records += [record(s, n, r) for n in ("eval_train", "eval_unseen") for s, r in ((0, 0.25), (8, 0.75))]
+    results = summarize(records)
+    assert results["eval/reward_before"] == 0.5
+    assert results["eval/reward_after"] == 0.9
+    assert results["eval/exact_after"] == 0.45
+    assert results["eval_unseen/reward_after"] == 0.75
+    assert len(results) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.compat
+@pytest.mark.parametrize("algorithm", RECIPES)
+def test_a_short_run_writes_everything_it_says(tmp_path, algorithm):
+    folder = tmp_path / "run"
+    assert main(["quickstart", "--algo", algorithm, "--output-dir", str(folder), "--steps", "4", "--seed", "1"]) == 0
+    results = read_metrics(folder / "metrics.jsonl")[-1]
+    assert 0.3 < results["eval/reward_before"] < 0.7
+    assert 0.3 < results["eval/reward_after"] < 0.8
+    assert 0 < results["eval/exact_before"] < 0.4
+    assert 0 < results["train_seconds"] < results["wall_seconds"]
+    for name in (
+        "report.html",
+        "before_after.png",
+        "reward_curve.png",
+        "README.md",
+        "pytorch_lora_weights.safetensors",
+        "adapter_model.safetensors",
+        "checkpoint-4/trainer_state.json",
+    ):
+        assert (folder / name).stat().st_size > 0
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 16
