@@ -60,9 +60,9 @@ def test_the_table_of_options_is_complete_and_right():
     assert documented == ours
 
 
-def log_sharpness(completions, log_metric, **kwargs):
+def log_sharpness(prompts, completions, log_metric, **kwargs):
     log_metric("sharpness", 1.0)
-    return [float(i) for i in range(len(completions))]
+    return [None if prompt == "SKY" else float(i) for i, prompt in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def logged(tmp_path_factory):
         reward_funcs=log_sharpness,
         args=args,
         train_dataset=["CAT", "DOG"],
-        eval_dataset={"heldout": ["SUN"]},
+        eval_dataset={"heldout": ["SUN", "SKY"]},
         peft_config=LoraConfig(r=2),
     )
     trainer.train()
