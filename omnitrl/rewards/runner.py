@@ -273,6 +273,11 @@ class RewardRunner:
         total = (counted * weights[weights != 0]).nansum(dim=1)
         return total.masked_fill(counted.isnan().all(dim=1), math.nan)
 
+    def discard(self) -> None:
+        """Gives up everything that was submitted since the last `collect`, as after a rollout that was broken off."""
+        _cancel(self._chunks)
+        self._chunks = []
+
     def close(self) -> None:
         """Gives up what is running and ends the threads. Does not wait for a reward that hangs."""
         _cancel(self._chunks)

@@ -71,12 +71,13 @@ def _score(
     )
     media: list[Any] = []
     done = 0
+    scoring = trainer.new_scoring()
     for batch in trainer.engine.generate(requests, params):
-        trainer.rewards.submit([t.request.row for t in batch], [t.media for t in batch], trainer.state)
+        scoring.submit(batch)
         media += [t.media for t in batch[: max(wanted - len(media), 0)]]
         done += len(batch)
         trainer.progress.phase(f"{prefix} {done}/{len(requests)}")
-    return trainer.rewards.collect().rewards.float().tolist(), media
+    return scoring.collect().rewards.tolist(), media
 
 
 def _metrics(names: list[str], rewards: torch.Tensor, total: torch.Tensor, prefix: str) -> dict[str, float]:

@@ -30,13 +30,14 @@ from omnitrl.algorithms import (
 )
 from omnitrl.data import PromptStream, load_prompts
 from omnitrl.errors import InputError, RunError
-from omnitrl.rewards import RewardError, RewardRunner
+from omnitrl.rewards import RewardRunner
 from omnitrl.rollout import ENGINES, SampleRequest, SamplingParams, Trajectory, stable_seed
 from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
 from omnitrl.trainer.evaluation import evaluate_prompts
 from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.rollout_config import RolloutConfig
 from omnitrl.trainer.rollouts import ReplayBatch, RolloutBuffer, RolloutPlan
+from omnitrl.trainer.scoring import Scoring
 
 
 logger = logging.getLogger(__name__)
@@ -52,12 +53,18 @@ class RolloutTrainer(BaseTrainer):
     The loop that on-policy trainers share; a subclass states `compute_row_losses`.
 
     Args:
-        model: Hub id, folder, loaded pipeline or [`FlowModel`].
-        reward_funcs: One reward or several; see [`omnitrl.rewards`].
-        args ([`RolloutConfig`], *optional*): Options; `output_dir` is named after the trainer by default.
-        train_dataset: Prompts in any form that [`~omnitrl.data.load_prompts`] takes.
-        eval_dataset: The same, or a dict of named sets; evaluated with ODE sampling and fixed seeds.
-        callbacks, optimizers: As in `transformers.Trainer`.
+        model:
+            Hub id, folder, loaded pipeline or [`FlowModel`].
+        reward_funcs:
+            One reward or several; see [`omnitrl.rewards`].
+        args ([`RolloutConfig`], *optional*):
+            Options; `output_dir` is named after the trainer by default.
+        train_dataset:
+            Prompts in any form that [`~omnitrl.data.load_prompts`] takes.
+        eval_dataset:
+            The same, or a dict of named sets; evaluated with ODE sampling and fixed seeds.
+        callbacks, optimizers:
+            As in `transformers.Trainer`.
         peft_config (`PeftConfig` or `str`, *optional*):
             New adapters, or a folder or Hub id of saved ones to go on with; `None` trains all weights.
     """
@@ -226,8 +233,9 @@ class RolloutTrainer(BaseTrainer):
         started, forwards = time.perf_counter(), self.engine.forwards
         self._sync_engine()
         requests = self._plan.requests(rollout)
-        trajectories = self._sample(requests, self.sampling_params(rollout))
-        rewards = self._collect_rewards()
+        scoring = self.new_scoring()
+        trajectories = self._sample(requests, self.sampling_params(rollout), scoring)
+        rewards = self._collect_rewards(scoring)
         advantages = self._advantages(rewards)
         if self.args.shuffle_advantages:
             generator = torch.Generator().manual_seed(stable_seed(self.args.seed, "control", rollout))
@@ -247,11 +255,13 @@ class RolloutTrainer(BaseTrainer):
                 self.engine.update_weights(version).check()
             self._synced_version = version
 
-    def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Trajectory]:
+    def _sample(
+        self, requests: Sequence[SampleRequest], params: SamplingParams, scoring: Scoring
+    ) -> list[Trajectory]:
         """Makes samples; each batch goes to the rewards as soon as it is decoded."""
         trajectories: list[Trajectory] = []
         for batch in self.engine.generate(requests, params):
-            self._submit(batch)
+            scoring.submit(batch)
             for trajectory in batch:
                 trajectory.media = None  # the rewards hold it as long as they need it
             trajectories += batch
@@ -260,46 +270,18 @@ class RolloutTrainer(BaseTrainer):
             raise RunError(f"The engine gave {len(trajectories)} samples for {len(requests)} requests.")
         return trajectories
 
-    def _submit(self, batch: list[Trajectory]) -> None:
-        """Starts the rewards of a batch; with several ranks a broken one is reported when all of them have sampled."""
-        if self._reward_error is not None:
-            return
-        try:
-            self.rewards.submit([t.request.row for t in batch], [t.media for t in batch], self.state)
-        except RewardError as error:
-            if self.args.world_size == 1:
-                raise
-            self._reward_error = error
+    def new_scoring(self) -> Scoring:
+        """A round of scoring; a round that was broken off is forgotten."""
+        return Scoring(self.rewards, self.interrupts, self.args.world_size, self.state)
 
-    def _collect_rewards(self) -> Tensor:
-        """
-        Rewards (N, F) of the samples of all ranks, in sample order, NaN where missing.
-
-        A row for which a weighted reward failed is missing altogether: in a weighted sum, one that is left out would
-        count as 0. They are float32, so that one process and several compute the same.
-        """
+    def _collect_rewards(self, scoring: Scoring) -> Tensor:
+        """Rewards (N, F) of the samples of all ranks, in sample order, NaN where missing."""
         self.progress.phase("rewards")
-        scored, error = None, self._reward_error
         with self.metrics.timed("reward_wait"):
-            try:
-                scored = self.rewards.collect()
-            except RewardError as raised:
-                error = error or raised
-        self._agree(error)
-        assert scored is not None
+            scored = scoring.collect()
         for name, value in scored.metrics.items():
             self.metrics.add(name, value)
-        weighted = torch.tensor(self.rewards.weights) != 0
-        scored.rewards[scored.failed[:, weighted].any(dim=1)] = float("nan")
-        return torch.tensor(gather_list(scored.rewards.float().tolist()), dtype=torch.float32)
-
-    def _agree(self, error: Exception | None) -> None:
-        """Raises on every rank if one has failed, for the others would wait for it for ever."""
-        errors = [text for text in gather_list([None if error is None else str(error)]) if text is not None]
-        if error is not None:
-            raise error
-        if errors:
-            raise RunError(f"Another process stopped: {errors[0]}")
+        return torch.tensor(gather_list(scored.rewards.tolist()), dtype=torch.float32)
 
     def _advantages(self, rewards: Tensor) -> Tensor:
         """Advantages (N,) of the samples of all ranks, and the log of their rewards (N, F)."""
@@ -477,7 +459,6 @@ class RolloutTrainer(BaseTrainer):
             self._logged_at, self._logged_step = now, self.state.global_step
         super().log(logs, start_time)
 
-    _reward_error: RewardError | None = None
     _logged_at = 0.0
     _logged_step = 0
 
@@ -520,8 +501,10 @@ class RolloutTrainer(BaseTrainer):
         Samples the evaluation prompts with the ODE, fixed seeds and the averaged weights, and scores them.
 
         Args:
-            eval_dataset (*optional*): Prompts, or a dict of named sets; those of the trainer by default.
-            metric_key_prefix (`str`, defaults to `"eval"`): Prefix of the metrics.
+            eval_dataset (*optional*):
+                Prompts, or a dict of named sets; those of the trainer by default.
+            metric_key_prefix (`str`, defaults to `"eval"`):
+                Prefix of the metrics.
 
         Returns:
             `dict[str, float]`: `eval_reward`, `eval_reward_std`, `eval_rewards/<name>/mean`, `eval_runtime`.

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of one rank's samples, started while the next are made, and waited for by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from omnitrl.errors import RunError
+from omnitrl.rewards import RewardBatch, RewardError, RewardRunner
+from omnitrl.rollout import Trajectory
+from omnitrl.trainer.interrupts import Interrupts
+from omnitrl.trainer.metrics import gather_list
+
+
+class Scoring:
+    """
+    One round of scoring: `submit` for each batch of samples, then `collect`.
+
+    A reward that breaks on one rank ends the round on all of them, in `collect` and not before: sampling is collective
+    when weights are sharded, and the other ranks would wait for ever for one that had left. A new object is made for
+    each round, so that nothing of a round that was broken off is taken for the next one's.
+
+    Args:
+        rewards ([`~omnitrl.rewards.RewardRunner`]):
+            Calls the rewards of this rank.
+        interrupts ([`Interrupts`]):
+            Ctrl-C, which ends the wait at once.
+        world_size (`int`):
+            Number of ranks.
+        state (`TrainerState`):
+            Passed on to the rewards.
+    """
+
+    def __init__(self, rewards: RewardRunner, interrupts: Interrupts, world_size: int, state: Any) -> None:
+        rewards.discard()
+        self._rewards = rewards
+        self._interrupts = interrupts
+        self._world_size = world_size
+        self._state = state
+        self._error: RewardError | None = None
+
+    def submit(self, batch: Sequence[Trajectory]) -> None:
+        """Starts the rewards of a batch that has just been decoded."""
+        if self._error is not None:
+            return
+        try:
+            self._rewards.submit([t.request.row for t in batch], [t.media for t in batch], self._state)
+        except RewardError as error:
+            if self._world_size == 1:
+                raise
+            self._error = error
+
+    def collect(self) -> RewardBatch:
+        """
+        Waits for this rank's rewards; every rank calls it.
+
+        A row for which a weighted reward failed is missing altogether: in a weighted sum, one that is left out would
+        count as 0. Rewards are float32, so that one process and several compute the same.
+
+        Raises:
+            [`~omnitrl.rewards.RewardError`]: a reward of this rank is broken.
+            [`~omnitrl.errors.RunError`]: one of another rank is; the sentence is that rank's.
+        """
+        scored = None
+        if self._error is None:
+            try:
+                with self._interrupts.at_once():
+                    scored = self._rewards.collect()
+            except RewardError as error:
+                self._error = error
+        sentences = gather_list([None if self._error is None else str(self._error)])
+        if self._error is not None:
+            raise self._error
+        broken = [sentence for sentence in sentences if sentence is not None]
+        if broken:
+            raise RunError(f"Another process stopped: {broken[0]}")
+        assert scored is not None
+        weighted = torch.tensor(self._rewards.weights) != 0
+        scored.rewards[scored.failed[:, weighted].any(dim=1)] = float("nan")
+        return replace(scored, rewards=scored.rewards.float())
