@@ -33,9 +33,12 @@ def stock_sigma_table(scheduler: Any, num_steps: int, **set_timesteps_kwargs: An
     (https://github.com/huggingface/diffusers/issues/13243).
 
     Args:
-        scheduler (`SchedulerMixin`): A flow-matching scheduler; it is not modified.
-        num_steps (`int`): Number of network evaluations T.
-        set_timesteps_kwargs: Passed on, for example `mu` for schedulers with a dynamic shift.
+        scheduler (`SchedulerMixin`):
+            A flow-matching scheduler; it is not modified.
+        num_steps (`int`):
+            Number of network evaluations T.
+        set_timesteps_kwargs:
+            Passed on, for example `mu` for schedulers with a dynamic shift.
 
     Returns:
         [`~omnitrl.algorithms.SigmaTable`]: sigmas (T+1,), timesteps (T,).
@@ -52,8 +55,10 @@ def images_of(pixels: Tensor, processor: Any) -> list[Any]:
     PIL images of decoded pixels, `None` for a row with NaN or infinity, which would otherwise become a black image.
 
     Args:
-        pixels (`Tensor`): (B, 3, H, W) in [-1, 1].
-        processor (`VaeImageProcessor`): The pipeline's own.
+        pixels (`Tensor`):
+            (B, 3, H, W) in [-1, 1].
+        processor (`VaeImageProcessor`):
+            The pipeline's own.
 
     Returns:
         `list`: B images; rewards count a missing one as failed.
@@ -72,8 +77,10 @@ class FlowModel(ABC):
     [`~omnitrl.algorithms.SigmaTable`], looked up by step index.
 
     Args:
-        pipeline (`DiffusionPipeline`): The loaded pipeline. Text encoders and VAE are frozen.
-        max_sequence_length (`int`, *optional*): Token length of prompts; `None` means the stock pipeline's default.
+        pipeline (`DiffusionPipeline`):
+            The loaded pipeline. Text encoders and VAE are frozen.
+        max_sequence_length (`int`, *optional*):
+            Token length of prompts; `None` means the stock pipeline's default.
 
     Attributes:
         networks (`nn.ModuleDict`): The trainable networks by component name, one for most families.
@@ -160,8 +167,10 @@ class FlowModel(ABC):
         Encodes dataset rows, each distinct prompt once.
 
         Args:
-            rows (`Sequence[dict]`): Rows with `prompt` and, optionally, `negative_prompt`.
-            guidance (`bool`, defaults to `False`): Whether negative conditions are needed too.
+            rows (`Sequence[dict]`):
+                Rows with `prompt` and, optionally, `negative_prompt`.
+            guidance (`bool`, defaults to `False`):
+                Whether negative conditions are needed too.
 
         Returns:
             [`Conditions`] of `len(rows)` rows.
@@ -211,10 +220,14 @@ class FlowModel(ABC):
         Rollout, replay and evaluation all call this method, which is what keeps the on-policy ratio at 1.
 
         Args:
-            latents (`Tensor`): (B, ...) float32.
-            timesteps (`Tensor`): (B,) rows of the sigma table's `timesteps`.
-            conditions ([`Conditions`]): B rows; with negatives if `guidance_scale > 1`.
-            guidance_scale (`float`, defaults to 1.0): Classifier-free guidance w; 1 or less means none.
+            latents (`Tensor`):
+                (B, ...) float32.
+            timesteps (`Tensor`):
+                (B,) rows of the sigma table's `timesteps`.
+            conditions ([`Conditions`]):
+                B rows; with negatives if `guidance_scale > 1`.
+            guidance_scale (`float`, defaults to 1.0):
+                Classifier-free guidance w; 1 or less means none.
 
         Returns:
             `Tensor`: (B, ...) float32, or float64 for float64 networks.

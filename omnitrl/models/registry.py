@@ -44,8 +44,10 @@ def load_flow_model(
     Args:
         model (`str`, `Path`, `DiffusionPipeline` or [`FlowModel`]):
             A Hub id, a folder, a loaded pipeline, or a `FlowModel`, which is returned as it is.
-        max_sequence_length (`int`, *optional*): Token length of prompts, see [`FlowModel`].
-        kwargs: Passed to the pipeline's `from_pretrained` (`dtype`, `revision`, ...).
+        max_sequence_length (`int`, *optional*):
+            Token length of prompts, see [`FlowModel`].
+        kwargs:
+            Passed to the pipeline's `from_pretrained` (`dtype`, `revision`, ...).
 
     Raises:
         [`~omnitrl.errors.InputError`]: unknown family; arguments that do not fit what was given; a checkpoint that is

@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from omnitrl.errors import InputError
+
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
@@ -58,7 +60,7 @@ def rows(split: Split) -> list[dict[str, str]]:
     ```
     """
     if split not in WORDS:
-        raise ValueError(f"split={split!r} is not one of {', '.join(map(repr, WORDS))}: use 'train'.")
+        raise InputError(f"split={split!r} is not one of {', '.join(map(repr, WORDS))}: use 'train'.")
     return [{"prompt": word} for word in WORDS[split]]
 
 

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from omnitrl.errors import InputError
+
 from .media import to_pil
 
 
@@ -72,7 +74,7 @@ def _plain(text: str, strip: str) -> str:
     elif strip == "spaces":
         text = text.replace(" ", "")
     else:
-        raise ValueError(f"strip={strip!r} must be 'whitespace' or 'spaces'.")
+        raise InputError(f"strip={strip!r} must be 'whitespace' or 'spaces'.")
     # One form for letters with accents, whether typed as one character or as two.
     return unicodedata.normalize("NFC", text).lower()
 
@@ -145,11 +147,11 @@ def text_score(
     ```
     """
     if empty_target not in ("error", "match"):
-        raise ValueError(f"empty_target={empty_target!r} must be 'error' or 'match'.")
+        raise InputError(f"empty_target={empty_target!r} must be 'error' or 'match'.")
     read, wanted = _plain(recognised, strip), _plain(target, strip)
     if not wanted:
         if empty_target == "error":
-            raise ValueError(
+            raise InputError(
                 f"the target text {target!r} has no characters to compare with: give for example 'Hello'."
             )
         return float(not read)
@@ -361,9 +363,9 @@ class OCRReward:
         threads: int = 1,
     ):
         if strip not in ("whitespace", "spaces"):
-            raise ValueError(f"strip={strip!r} must be 'whitespace' or 'spaces'.")
+            raise InputError(f"strip={strip!r} must be 'whitespace' or 'spaces'.")
         if exact and substring:
-            raise ValueError("exact=True and substring=True exclude each other: leave one of them out.")
+            raise InputError("exact=True and substring=True exclude each other: leave one of them out.")
         self.exact = exact
         self.substring = substring
         self.strip = strip

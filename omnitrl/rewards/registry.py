@@ -7,6 +7,8 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from omnitrl.errors import InputError
+
 from .contract import RewardFunc
 
 
@@ -63,7 +65,7 @@ def _from_string(spec: str) -> Any:
         return _import(spec)
     near = difflib.get_close_matches(spec.lower(), BUILTIN_REWARDS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(
+    raise InputError(
         f"unknown reward {spec!r}: {hint}Built-in rewards are {', '.join(sorted(BUILTIN_REWARDS))}; for your own, "
         f"give the path 'package.module:function'."
     )
@@ -72,7 +74,7 @@ def _from_string(spec: str) -> Any:
 def _import(path: str) -> Any:
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not attribute:
-        raise ValueError(f"reward {path!r} is not a path of the form 'package.module:function'.")
+        raise InputError(f"reward {path!r} is not a path of the form 'package.module:function'.")
     try:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -82,11 +84,11 @@ def _import(path: str) -> Any:
         top = module_name.partition(".")[0]
         here = Path(f"{top}.py").exists() or Path(top).is_dir()
         hint = "it is in the current folder, so run with PYTHONPATH=." if here else "is it installed or on PYTHONPATH?"
-        raise ValueError(f"reward {path!r}: there is no module {error.name!r} to import ({hint})") from error
+        raise InputError(f"reward {path!r}: there is no module {error.name!r} to import ({hint})") from error
     for part in attribute.split("."):
         if part not in dir(found):
             near = difflib.get_close_matches(part, dir(found), n=1)
             hint = f": did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"reward {path!r}: {module_name!r} has no {part!r}{hint}")
+            raise InputError(f"reward {path!r}: {module_name!r} has no {part!r}{hint}")
         found = getattr(found, part)
     return found

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from omnitrl.errors import InputError
+
 from .background import AsyncLane, Lane, LoopThread, ThreadLane
 from .contract import RUNNER_ARGUMENTS, Reward, RewardError, RewardFunc, unique_names
 from .media import is_broken
@@ -173,7 +175,7 @@ class RewardRunner:
     ):
         given = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
         if not given:
-            raise ValueError("reward_funcs is empty: give at least one reward, for example 'ocr'.")
+            raise InputError("reward_funcs is empty: give at least one reward, for example 'ocr'.")
         functions = [get_reward(spec) for spec in given]
         self.names = unique_names(functions)
         self.weights = _check_weights(weights, self.names)
@@ -214,7 +216,7 @@ class RewardRunner:
             raise RuntimeError("this RewardRunner is closed: make a new one.")
         self._raise_early()
         if len(rows) != len(completions):
-            raise ValueError(f"got {len(rows)} rows and {len(completions)} completions: give one completion per row.")
+            raise InputError(f"got {len(rows)} rows and {len(completions)} completions: give one completion per row.")
         scored = [i for i, completion in enumerate(completions) if not is_broken(completion)]
         columns = _columns(rows, scored)
         shared = {
@@ -264,7 +266,7 @@ class RewardRunner:
             `torch.Tensor` of shape (N,): NaN for a row that has no value of any reward whose weight is not 0.
         """
         if rewards.ndim != 2 or rewards.shape[1] != len(self.names):
-            raise ValueError(
+            raise InputError(
                 f"expected rewards of shape (N, {len(self.names)}), one column for each of {', '.join(self.names)}, "
                 f"got {tuple(rewards.shape)}."
             )
@@ -386,13 +388,13 @@ def _check_weights(weights: Sequence[float] | None, names: list[str]) -> list[fl
     if weights is None:
         return [1.0] * len(names)
     if len(weights) != len(names):
-        raise ValueError(
+        raise InputError(
             f"got {len(weights)} reward weights for {len(names)} reward functions ({', '.join(names)}): give "
             f"one each, for example {[1.0] * len(names)}."
         )
     checked = [float(weight) for weight in weights]
     if not all(math.isfinite(weight) for weight in checked) or not any(checked):
-        raise ValueError(
+        raise InputError(
             f"got reward weights {checked}: they must be finite and at least one of them not 0, for example "
             f"{[1.0] * len(names)}."
         )
@@ -401,13 +403,13 @@ def _check_weights(weights: Sequence[float] | None, names: list[str]) -> list[fl
 
 def _check_limits(max_retries: int, retry_wait: float, timeout: float | None, max_failed_fraction: float) -> None:
     if max_retries < 0:
-        raise ValueError(f"max_retries={max_retries} must be at least 0, for example 2.")
+        raise InputError(f"max_retries={max_retries} must be at least 0, for example 2.")
     if retry_wait < 0:
-        raise ValueError(f"retry_wait={retry_wait} must be at least 0 seconds, for example 0.5.")
+        raise InputError(f"retry_wait={retry_wait} must be at least 0 seconds, for example 0.5.")
     if timeout is not None and timeout <= 0:
-        raise ValueError(f"timeout={timeout} must be more than 0 seconds, for example 60, or None for no limit.")
+        raise InputError(f"timeout={timeout} must be more than 0 seconds, for example 60, or None for no limit.")
     if not 0 <= max_failed_fraction <= 1:
-        raise ValueError(f"max_failed_fraction={max_failed_fraction} must be between 0 and 1, for example 0.5.")
+        raise InputError(f"max_failed_fraction={max_failed_fraction} must be between 0 and 1, for example 0.5.")
 
 
 def _columns(rows: Sequence[dict[str, Any]], scored: list[int]) -> dict[str, list[Any]]:
@@ -415,13 +417,13 @@ def _columns(rows: Sequence[dict[str, Any]], scored: list[int]) -> dict[str, lis
     names = dict.fromkeys(key for row in rows for key in row)  # keeps the order
     taken = [name for name in names if name in RUNNER_ARGUMENTS]
     if taken:
-        raise ValueError(
+        raise InputError(
             f"the dataset column {taken[0]!r} has the name of an argument that every reward gets: rename it, for "
             f"example to '{taken[0]}_column'."
         )
     without = [i for i, row in enumerate(rows) if "prompt" not in row]
     if without:
-        raise ValueError(
+        raise InputError(
             f"row {without[0]} has no column 'prompt' (it has: {', '.join(rows[without[0]]) or 'none'}): rename the "
             f"column that holds the prompt."
         )

@@ -31,13 +31,17 @@ class LocalEngine:
     A [`RolloutEngine`] that samples with the trainer's modules: no server, no copy of the weights.
 
     Args:
-        model ([`FlowModel`]): The family, for encoding, sigmas and decoding.
+        model ([`FlowModel`]):
+            The family, for encoding, sigmas and decoding.
         policy (`Callable[[], Callable]`, *optional*):
             Returns the module whose `forward` is the velocity; a function because Accelerate may replace the module.
             Defaults to `model.velocity` itself.
-        batch_size (`int`, defaults to 8): Samples per network call.
-        autocast (`Callable[[], ContextManager]`, *optional*): Precision context of the network calls.
-        on_step (`Callable[[], None]`, *optional*): Called after each network call; may raise to interrupt.
+        batch_size (`int`, defaults to 8):
+            Samples per network call.
+        autocast (`Callable[[], ContextManager]`, *optional*):
+            Precision context of the network calls.
+        on_step (`Callable[[], None]`, *optional*):
+            Called after each network call; may raise to interrupt.
 
     Example:
 

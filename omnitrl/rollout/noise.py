@@ -32,8 +32,10 @@ class SampleNoise:
     those of `pipeline(..., generator=torch.Generator().manual_seed(seed))`.
 
     Args:
-        seed (`int`): The sample's own seed.
-        start_seed (`int`, *optional*): Seed of the start latents when a group shares them.
+        seed (`int`):
+            The sample's own seed.
+        start_seed (`int`, *optional*):
+            Seed of the start latents when a group shares them.
     """
 
     def __init__(self, seed: int, start_seed: int | None = None) -> None:

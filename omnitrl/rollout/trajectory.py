@@ -18,11 +18,16 @@ class SampleRequest:
     One sample to be made.
 
     Args:
-        row (`dict`): The dataset row; `prompt` and, where there is one, `negative_prompt` are read.
-        group_id (`int`): Which group the sample belongs to; unique within a rollout.
-        member (`int`): Its number within the group.
-        seed (`int`): Seed of the sample's noise, unique within a rollout.
-        start_seed (`int`, *optional*): Seed of the start latents when the group shares them.
+        row (`dict`):
+            The dataset row; `prompt` and, where there is one, `negative_prompt` are read.
+        group_id (`int`):
+            Which group the sample belongs to; unique within a rollout.
+        member (`int`):
+            Its number within the group.
+        seed (`int`):
+            Seed of the sample's noise, unique within a rollout.
+        start_seed (`int`, *optional*):
+            Seed of the start latents when the group shares them.
     """
 
     row: dict[str, Any]
@@ -38,14 +43,22 @@ class SamplingParams:
     How samples are made; the same for all samples of a rollout.
 
     Args:
-        num_inference_steps (`int`): Network evaluations T.
-        guidance_scale (`float`): Classifier-free guidance, 1 or less for none.
-        height, width (`int`, *optional*): Media size in pixels; `None` means the checkpoint's own.
-        sde_type (`str`): Transition of the stochastic steps, a key of `omnitrl.algorithms.SDE_TYPES`.
-        noise_level (`float`): The paper's `a` or `eta`.
-        sde_steps (`tuple[int, ...]`): Stochastic steps; all others are ODE steps. Empty for evaluation.
-        keep_steps (`tuple[int, ...]`): Stochastic steps whose latents and log-probs are kept for training.
-        log_prob_form (`str`): A key of `omnitrl.algorithms.LOG_PROB_FORMS`.
+        num_inference_steps (`int`):
+            Network evaluations T.
+        guidance_scale (`float`):
+            Classifier-free guidance, 1 or less for none.
+        height, width (`int`, *optional*):
+            Media size in pixels; `None` means the checkpoint's own.
+        sde_type (`str`):
+            Transition of the stochastic steps, a key of `omnitrl.algorithms.SDE_TYPES`.
+        noise_level (`float`):
+            The paper's `a` or `eta`.
+        sde_steps (`tuple[int, ...]`):
+            Stochastic steps; all others are ODE steps. Empty for evaluation.
+        keep_steps (`tuple[int, ...]`):
+            Stochastic steps whose latents and log-probs are kept for training.
+        log_prob_form (`str`):
+            A key of `omnitrl.algorithms.LOG_PROB_FORMS`.
     """
 
     num_inference_steps: int
@@ -70,15 +83,23 @@ class Trajectory:
     One sample and what its replay needs: exactly the tensors that were scored, in float32.
 
     Args:
-        request ([`SampleRequest`]): What was asked for.
-        media (`Any`): The decoded sample, a PIL image for image families.
-        table ([`~omnitrl.algorithms.SigmaTable`]): The grid that was used, (T+1,) sigmas.
-        steps (`tuple[int, ...]`): The K kept step indices, ascending.
-        latents (`Tensor`): (K, ...) the state before each kept step.
-        next_latents (`Tensor`): (K, ...) the state after it, the sample that `log_probs` score. For consecutive steps
+        request ([`SampleRequest`]):
+            What was asked for.
+        media (`Any`):
+            The decoded sample, a PIL image for image families.
+        table ([`~omnitrl.algorithms.SigmaTable`]):
+            The grid that was used, (T+1,) sigmas.
+        steps (`tuple[int, ...]`):
+            The K kept step indices, ascending.
+        latents (`Tensor`):
+            (K, ...) the state before each kept step.
+        next_latents (`Tensor`):
+            (K, ...) the state after it, the sample that `log_probs` score. For consecutive steps
             it shares memory with `latents`.
-        log_probs (`Tensor`): (K,) under the policy that made the sample.
-        weight_version (`int`): Optimizer steps that the policy had seen.
+        log_probs (`Tensor`):
+            (K,) under the policy that made the sample.
+        weight_version (`int`):
+            Optimizer steps that the policy had seen.
     """
 
     request: SampleRequest

@@ -21,7 +21,8 @@ def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> N
     Makes the networks of `model` trainable: new adapters, saved adapters, or all weights.
 
     Args:
-        model ([`FlowModel`]): Modified in place.
+        model ([`FlowModel`]):
+            Modified in place.
         peft_config (`PeftConfig` or `str`, *optional*):
             Configuration of new adapters (`target_modules` default to the family's), or folder or Hub id of saved ones
             to go on with. `None` trains all weights, in float32.
@@ -99,7 +100,8 @@ class ReferencePolicy:
     frozen copy, made when this object is.
 
     Args:
-        model ([`FlowModel`]): The model that is trained.
+        model ([`FlowModel`]):
+            The model that is trained.
     """
 
     def __init__(self, model: FlowModel) -> None:

@@ -65,12 +65,16 @@ class BaseTrainer(Trainer):
     step behind.
 
     Args:
-        model: Hub id, folder, loaded pipeline or [`FlowModel`].
-        args ([`RolloutConfig`]): Options.
+        model:
+            Hub id, folder, loaded pipeline or [`FlowModel`].
+        args ([`RolloutConfig`]):
+            Options.
         peft_config (`PeftConfig` or `str`, *optional*):
             New adapters, or a folder or Hub id of saved ones to go on with; `None` trains all weights.
-        train_dataset, eval_dataset: Rows with a `prompt`.
-        callbacks, optimizers: As in `transformers.Trainer`.
+        train_dataset, eval_dataset:
+            Rows with a `prompt`.
+        callbacks, optimizers:
+            As in `transformers.Trainer`.
     """
 
     args: RolloutConfig
@@ -295,7 +299,8 @@ class BaseTrainer(Trainer):
         Writes the trained weights, and the averaged ones to `ema/`; see [`omnitrl.trainer.saving`].
 
         Args:
-            output_dir (`str`, *optional*): `args.output_dir` by default.
+            output_dir (`str`, *optional*):
+                `args.output_dir` by default.
         """
         folder = Path(output_dir or str(self.args.output_dir))
         self._save_weights(folder)

@@ -25,13 +25,20 @@ class FlowGRPOTrainer(RolloutTrainer):
     1+\varepsilon)\big) + \beta\, D_{KL}(\pi_\theta \| \pi_{ref}),\qquad r_{i,t} = \pi_\theta / \pi_{old}. $$
 
     Args:
-        model: Hub id, folder, loaded pipeline or [`FlowModel`].
-        reward_funcs: One reward or several; see [`omnitrl.rewards`].
-        args ([`FlowGRPOConfig`], *optional*): Options.
-        train_dataset: Prompts in any form that [`~omnitrl.data.load_prompts`] takes.
-        eval_dataset: The same, or a dict of named sets.
-        callbacks, optimizers: As in `transformers.Trainer`.
-        peft_config (`PeftConfig` or `str`, *optional*): Adapters to train; `None` trains all weights.
+        model:
+            Hub id, folder, loaded pipeline or [`FlowModel`].
+        reward_funcs:
+            One reward or several; see [`omnitrl.rewards`].
+        args ([`FlowGRPOConfig`], *optional*):
+            Options.
+        train_dataset:
+            Prompts in any form that [`~omnitrl.data.load_prompts`] takes.
+        eval_dataset:
+            The same, or a dict of named sets.
+        callbacks, optimizers:
+            As in `transformers.Trainer`.
+        peft_config (`PeftConfig` or `str`, *optional*):
+            Adapters to train; `None` trains all weights.
 
     Example:
 

@@ -255,9 +255,7 @@ class RolloutTrainer(BaseTrainer):
                 self.engine.update_weights(version).check()
             self._synced_version = version
 
-    def _sample(
-        self, requests: Sequence[SampleRequest], params: SamplingParams, scoring: Scoring
-    ) -> list[Trajectory]:
+    def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, scoring: Scoring) -> list[Trajectory]:
         """Makes samples; each batch goes to the rewards as soon as it is decoded."""
         trajectories: list[Trajectory] = []
         for batch in self.engine.generate(requests, params):

@@ -25,12 +25,18 @@ class RolloutPlan:
     so a group may lie on several ranks.
 
     Args:
-        rows (`Sequence[dict]`): The dataset.
-        stream ([`~omnitrl.data.PromptStream`]): Which rows each rollout takes.
-        num_generations (`int`): Group size.
-        seed (`int`): The run's seed.
-        same_init_noise (`bool`): One start noise for a group.
-        rank, world_size (`int`): This process and how many there are.
+        rows (`Sequence[dict]`):
+            The dataset.
+        stream ([`~omnitrl.data.PromptStream`]):
+            Which rows each rollout takes.
+        num_generations (`int`):
+            Group size.
+        seed (`int`):
+            The run's seed.
+        same_init_noise (`bool`):
+            One start noise for a group.
+        rank, world_size (`int`):
+            This process and how many there are.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -74,11 +80,16 @@ class ReplayBatch:
     Rows for one network call of the replay; a row is one step of one sample.
 
     Args:
-        latents, next_latents (`Tensor`): (R, ...) states before and after the step.
-        steps (`Tensor`): (R,) step indices into the rollout's tables.
-        old_log_probs (`Tensor`): (R,).
-        advantages (`Tensor`): (R,).
-        conditions ([`Conditions`]): R rows.
+        latents, next_latents (`Tensor`):
+            (R, ...) states before and after the step.
+        steps (`Tensor`):
+            (R,) step indices into the rollout's tables.
+        old_log_probs (`Tensor`):
+            (R,).
+        advantages (`Tensor`):
+            (R,).
+        conditions ([`Conditions`]):
+            R rows.
     """
 
     latents: Tensor
@@ -101,13 +112,20 @@ class RolloutBuffer:
     rollout is that of its kept states.
 
     Args:
-        index (`int`): Number of the rollout.
-        trajectories (`list[Trajectory]`): This rank's samples, media already dropped.
-        advantages (`Tensor`): (N,) of these samples.
-        conditions ([`Conditions`]): One row per sample, or per distinct prompt with `condition_rows`.
-        condition_rows (`list[int]`): Row of `conditions` that each sample has.
-        table ([`~omnitrl.algorithms.SigmaTable`]), transitions ([`~omnitrl.algorithms.TransitionTable`]): The grid.
-        seed (`int`): Shuffles the samples, anew in each iteration.
+        index (`int`):
+            Number of the rollout.
+        trajectories (`list[Trajectory]`):
+            This rank's samples, media already dropped.
+        advantages (`Tensor`):
+            (N,) of these samples.
+        conditions ([`Conditions`]):
+            One row per sample, or per distinct prompt with `condition_rows`.
+        condition_rows (`list[int]`):
+            Row of `conditions` that each sample has.
+        table ([`~omnitrl.algorithms.SigmaTable`]), transitions ([`~omnitrl.algorithms.TransitionTable`]):
+            The grid.
+        seed (`int`):
+            Shuffles the samples, anew in each iteration.
     """
 
     index: int
@@ -163,9 +181,12 @@ class ReplayBatches(Sequence[ReplayBatch]):
     number of trained steps.
 
     Args:
-        buffer ([`RolloutBuffer`]): The rollout.
-        samples (`list[int]`): Numbers of its samples.
-        timesteps_per_forward (`int`): Trained steps in each batch; the last batch may have fewer.
+        buffer ([`RolloutBuffer`]):
+            The rollout.
+        samples (`list[int]`):
+            Numbers of its samples.
+        timesteps_per_forward (`int`):
+            Trained steps in each batch; the last batch may have fewer.
     """
 
     def __init__(self, buffer: RolloutBuffer, samples: list[int], timesteps_per_forward: int) -> None:

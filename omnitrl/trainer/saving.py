@@ -38,11 +38,14 @@ def save_networks(
     Writes the trained weights of `model`.
 
     Args:
-        model ([`FlowModel`]): Its networks are `PeftModel`s or plain networks.
-        folder (`str` or `Path`): Created if needed. A second network goes to a sub-folder of its name.
+        model ([`FlowModel`]):
+            Its networks are `PeftModel`s or plain networks.
+        folder (`str` or `Path`):
+            Created if needed. A second network goes to a sub-folder of its name.
         state_dict (`dict[str, Tensor]`, *optional*):
             Full weights of the policy (`networks.<name>.…`), needed where the modules hold only shards.
-        lora_name (`str`): Name of the diffusers file.
+        lora_name (`str`):
+            Name of the diffusers file.
 
     Returns:
         `list[Path]`: The weight files.
