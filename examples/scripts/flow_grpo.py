@@ -32,7 +32,7 @@ PYTHONPATH=. accelerate launch --num_processes 8 examples/scripts/flow_grpo.py \
     --output_dir sd35-sharp \
     --height 512 --width 512 --bf16 \
     --num_generations 24 --per_device_train_batch_size 9 --gradient_accumulation_steps 8 --steps_per_generation 16 \
-    --lr_scheduler_type constant --max_steps 500
+    --max_steps 500
 ```
 
 Options on the command line win over those of the file. `--resume` goes on from the last checkpoint in `output_dir`.

@@ -24,7 +24,6 @@ SHARED: dict[str, Any] = {
     "num_inference_steps_eval": 6,
     "num_generations_eval": 4,
     "guidance_scale": 1.0,
-    "lr_scheduler_type": "constant",
     "adam_beta2": 0.99,
     "reward_weights": [1.0, 0.0],  # the rate of words that are right is watched, not rewarded
     "logging_steps": 4,
@@ -113,10 +112,10 @@ def build_trainer(options: argparse.Namespace) -> Any:
 
     from omnitrl.models import load_flow_model
     from omnitrl.quickstart import GLYPHS, rows
-    from omnitrl.trainer import TRAINERS
+    from omnitrl.trainer import get_trainer
 
     warnings.filterwarnings("ignore", message=".*torchvision.*")
-    algorithm = TRAINERS[options.algo]
+    algorithm = get_trainer(options.algo)
     settings = {**SHARED, **RECIPES[options.algo], "seed": options.seed, "use_cpu": options.device == "cpu"}
     if options.full:
         settings["learning_rate"] = FULL_LEARNING_RATE

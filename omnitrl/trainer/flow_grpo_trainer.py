@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -15,14 +15,16 @@ from omnitrl.trainer.rollouts import ReplayBatch, RolloutBuffer
 
 
 class FlowGRPOTrainer(RolloutTrainer):
-    r"""
+    """
     Trainer for [Flow-GRPO](https://huggingface.co/papers/2505.05470).
 
     A rollout turns some steps of the ODE sampler into steps of an SDE with the same marginals, so that each has a
-    Gaussian density. For sample i and trained step t with group-normalised advantage \\(A_i\\),
+    Gaussian density. With the group-normalised advantage A of a sample, and the ratio r of the new density of one of
+    its steps to the one at rollout time, the loss is the mean over samples and trained steps of
 
-    $$ \mathcal L = \frac1N \sum_{i,t} \max\big(-A_i r_{i,t},\ -A_i\,\mathrm{clip}(r_{i,t}, 1-\varepsilon,
-    1+\varepsilon)\big) + \beta\, D_{KL}(\pi_\theta \| \pi_{ref}),\qquad r_{i,t} = \pi_\theta / \pi_{old}. $$
+    ```
+    max(-A r, -A clip(r, 1 - epsilon, 1 + epsilon)) + beta KL(policy | reference)
+    ```
 
     Args:
         model:
@@ -72,8 +74,7 @@ class FlowGRPOTrainer(RolloutTrainer):
     }
     args: FlowGRPOConfig
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _set_up_algorithm(self) -> None:
         self.reference = ReferencePolicy(self.flow_model) if self.args.beta else None
 
     def compute_row_losses(self, model: nn.Module, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
 
 from omnitrl.algorithms import (
     AGGREGATIONS,
@@ -47,13 +47,16 @@ class RolloutConfig(TrainingArguments):
     ```
 
     Every field has its help in its metadata, which is also what `--help` prints. Fields of `TrainingArguments` keep
-    their meaning; `logging_steps` (1), `learning_rate` (3e-4), `weight_decay` (1e-4), `remove_unused_columns` (False)
-    and `logging_nan_inf_filter` (False: a NaN loss stops the run) have other defaults.
+    their meaning; `logging_steps` (1), `learning_rate` (3e-4), `lr_scheduler_type` (constant), `weight_decay` (1e-4),
+    `remove_unused_columns` (False) and `logging_nan_inf_filter` (False: a NaN loss stops the run) have other defaults.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     learning_rate: float = field(default=3e-4, metadata={"help": "Initial learning rate of AdamW."})
+    lr_scheduler_type: SchedulerType | str = field(
+        default="constant", metadata={"help": "Schedule of the learning rate, 'constant' by default."}
+    )
     weight_decay: float = field(default=1e-4, metadata={"help": "Weight decay of AdamW."})
     logging_steps: float = field(default=1, metadata={"help": "Log every so many optimizer steps."})
     remove_unused_columns: bool = field(

@@ -107,8 +107,12 @@ class RolloutTrainer(BaseTrainer):
         self._forwards = 0
         self._equal_rollouts = 0
         self._latent_shape = self.flow_model.latent_shape(args.height, args.width)
+        self._set_up_algorithm()
 
     # Set-up
+
+    def _set_up_algorithm(self) -> None:
+        """What a subclass makes of the untrained model, such as a reference policy."""
 
     def _check_args(self, args: RolloutConfig) -> None:
         if not isinstance(args, self.config_class):
@@ -201,6 +205,7 @@ class RolloutTrainer(BaseTrainer):
         args, window, steps = self.args, self.args.window(0), self.args.trained_steps(0)
         if not self.is_world_process_zero():
             return
+        self._warn_of_dominant_steps()
         trained = sum(p.numel() for p in self.trainable_parameters())
         self.progress.message(
             f"{self._name}: trains {len(steps)} of {args.num_inference_steps} steps ({_ranges(steps)}; stochastic: "
@@ -210,6 +215,21 @@ class RolloutTrainer(BaseTrainer):
             f"{trained:,} trainable weights, "
             f"{args.world_size} process(es) on {args.device}."
         )
+
+    def _warn_of_dominant_steps(self) -> None:
+        """The gradient of a step goes with |c_v| / s; one that is far above the others leaves them nothing to say."""
+        steps = list(self.args.trained_steps(0))
+        _, transitions = self.tables(0)
+        weight = (transitions.velocity_coef.abs() / transitions.std)[steps]
+        largest, median = int(weight.argmax()), float(weight.median())
+        if self.args.log_prob_form == "gaussian" and len(steps) > 1 and float(weight[largest]) > 20 * median:
+            logger.warning(
+                "Step %d weighs %.0f times as much in the gradient as the median of the trained steps, because it "
+                "ends near noise level 0: leave it out with sde_window_range=[0, %d].",
+                steps[largest],
+                float(weight[largest]) / median,
+                steps[largest],
+            )
 
     # Rollout
 

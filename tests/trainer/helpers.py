@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from peft import LoraConfig
 
-from omnitrl.trainer import TRAINERS
+from omnitrl.trainer import get_trainer
 from tests.tiny_models import tiny_model
 
 
@@ -30,18 +30,17 @@ def config(tmp_path, algorithm="flow_grpo", **options):
         "beta": 0.0,
         "epsilon": 1e-2,
         "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
         "save_strategy": "no",
         "save_report": False,
         "report_to": [],
         "use_cpu": True,
     }
-    return TRAINERS[algorithm].config_class(**{**defaults, **options})
+    return get_trainer(algorithm).config_class(**{**defaults, **options})
 
 
 def trainer(tmp_path, algorithm="flow_grpo", model=None, rewards=brightness, peft_config=LORA, data=None, **options):
     given = {key: options.pop(key) for key in ("eval_dataset", "callbacks") if key in options}
-    return TRAINERS[algorithm](
+    return get_trainer(algorithm)(
         tiny_model() if model is None else model,
         rewards,
         config(tmp_path, algorithm, **options),
