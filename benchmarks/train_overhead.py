@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+CPU seconds of FlowGRPO's training step over bare forward and backward of the same network on the same tensors.
+
+Both take the samples of one rollout through the same number of network calls, in turns in one process; the bare loop
+has its inputs stacked beforehand and the mean square of the velocity as its loss. What comes between two training
+steps (clipping, optimizer, log, callbacks) is printed beside it.
+
+    python benchmarks/train_overhead.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+from common import (
+    TINY,
+    Geometry,
+    Timing,
+    environment,
+    interleave,
+    median_parts,
+    medians,
+    num_parameters,
+    parse_args,
+    print_table,
+    sd3_model,
+    write_json,
+)
+
+
+GOAL = 1.10
+BARE, TRAINER = "bare forward + backward", "training step"
+STEPS, TRAINED = 4, 2
+SAMPLES = 4
+UPDATES_AFTER = 3  # that show what comes between two training steps
+
+
+def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats: int, folder: str) -> Any:
+    """A FlowGRPO trainer whose first training step is the measurement."""
+    import torch
+    from peft import LoraConfig
+    from torch import Tensor
+
+    from omnitrl import FlowGRPOConfig, FlowGRPOTrainer
+    from omnitrl.trainer import flow_grpo_trainer, rollout_trainer
+    from omnitrl.trainer.rollouts import RolloutBuffer
+
+    class TimedTrainer(FlowGRPOTrainer):
+        timings: dict[str, list[Timing]]
+        between: list[float]
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            if not hasattr(self, "timings"):
+                self._measure(model, inputs)
+                self.between = []
+            else:
+                self.between.append(time.process_time() - self._ended)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self._ended = time.process_time()
+            return loss
+
+        def _measure(self, model: Any, inputs: Any) -> None:
+            buffer, samples = self._next_micro_batch()  # makes the rollout
+            network = self.flow_model.transformer
+            calls = [self._network_inputs(batch, buffer) for batch in buffer.replay(samples, 1)]
+
+            def bare() -> None:
+                for call in calls:
+                    network(**call, return_dict=False)[0].square().mean().backward()
+
+            def trainer() -> None:
+                self._micro_step = 0
+                FlowGRPOTrainer.training_step(self, model, inputs)
+
+            shared = {"network": (network, "forward"), "backward": (torch.Tensor, "backward")}
+            watched = {
+                **shared,
+                "stack rows": (RolloutBuffer, "replay"),
+                "transition": [(rollout_trainer, "transition_mean"), (rollout_trainer, "transition_std")],
+                "log_prob": (rollout_trainer, "gaussian_log_prob"),
+                "loss": (flow_grpo_trainer, "clipped_policy_loss"),
+                "metrics": (self, "log_policy"),
+                "guidance": (self.model, "_velocity"),  # what of the velocity is not the network
+            }
+            cases = {BARE: (bare, shared), TRAINER: (trainer, watched)}
+            self.timings = interleave(cases, repeats, before=lambda: model.zero_grad(set_to_none=True))
+            self._micro_step = 0
+            model.zero_grad(set_to_none=True)
+
+        def _network_inputs(self, batch: Any, buffer: Any) -> dict[str, Tensor]:
+            copies = 2 if guidance_scale > 1 else 1
+            conditions = batch.conditions.guided() if copies == 2 else batch.conditions.positive
+            return {
+                "hidden_states": torch.cat([batch.latents] * copies),
+                "timestep": torch.cat([buffer.table.timesteps[batch.steps]] * copies),
+                "encoder_hidden_states": conditions["prompt_embeds"],
+                "pooled_projections": conditions["pooled"],
+            }
+
+    args = FlowGRPOConfig(
+        output_dir=folder,
+        beta=0.0,
+        guidance_scale=guidance_scale,
+        num_inference_steps=STEPS,
+        sde_window_strategy="first",
+        sde_window_size=TRAINED,
+        num_generations=SAMPLES,
+        per_device_train_batch_size=SAMPLES,
+        num_iterations=1 + UPDATES_AFTER,  # one rollout for all of them
+        max_steps=1 + UPDATES_AFTER,
+        learning_rate=1e-6,
+        save_strategy="no",
+        save_report=False,
+        report_to=[],
+        use_cpu=True,
+    )
+    return TimedTrainer(
+        sd3_model(geometry),
+        brightness,
+        args,
+        train_dataset=["sign 1", "sign 2"],
+        peft_config=LoraConfig(r=32, lora_alpha=64) if lora else None,
+    )
+
+
+def brightness(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that takes no time."""
+    return [float(image.getpixel((0, 0))[0]) for image in completions]
+
+
+def run_setting(geometry: Geometry, lora: bool, guidance_scale: float, repeats: int) -> dict[str, Any]:
+    """Times one kind of training."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(geometry, lora, guidance_scale, repeats, folder)
+        trainer.train()
+    bare, step = (medians(trainer.timings[name]) for name in (BARE, TRAINER))
+    return {
+        "weights": "LoRA r=32" if lora else "all",
+        "guidance_scale": guidance_scale,
+        "repeats": repeats,
+        "trainable_parameters": sum(p.numel() for p in trainer.trainable_parameters()),
+        "seconds": {BARE: bare, TRAINER: step},
+        "ratios": {key: step[key] / bare[key] for key in ("cpu", "wall")},
+        "parts": {name: median_parts(timings) for name, timings in trainer.timings.items()},
+        "cpu_seconds_between_training_steps": median(trainer.between),
+    }
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """Prints the ratios, and where the time goes."""
+    rows = [
+        (
+            result["weights"],
+            result["guidance_scale"],
+            f"{result['seconds'][BARE]['cpu']:.3f}",
+            f"{result['seconds'][TRAINER]['cpu']:.3f}",
+            f"{result['ratios']['cpu']:.3f}",
+            f"{result['ratios']['wall']:.3f}",
+            f"{result['cpu_seconds_between_training_steps']:.3f}",
+        )
+        for result in results
+    ]
+    header = ("trained", "guidance", "bare, CPU s", "step, CPU s", "ratio", "wall ratio", "between steps, CPU s")
+    print_table(f"Training step over bare forward and backward, goal {GOAL:.2f}", header, rows)
+
+    names = list(dict.fromkeys(part for result in results for parts in result["parts"].values() for part in parts))
+    names = [name for name in names if name != "rest"] + ["rest"]
+    rows = [
+        (name, result["weights"], result["guidance_scale"], *(f"{1e3 * parts.get(part, 0):.2f}" for part in names))
+        for result in results
+        for name, parts in result["parts"].items()
+    ]
+    print_table("Where the CPU time goes, ms", ("", "trained", "guidance", *names), rows)
+
+
+def main() -> None:
+    args = parse_args("train_overhead", __doc__)
+    import torch
+
+    torch.set_num_threads(args.threads)
+    geometry, repeats = (TINY, 2) if args.quick else (Geometry(), 7)
+    settings = [(True, 1.0), (False, 1.0), (True, 4.5)][1 if args.quick else 0 :]
+    results = [run_setting(geometry, lora, guidance, repeats) for lora, guidance in settings]
+    show(results)
+    content = {
+        "benchmark": "train_overhead",
+        "quick": args.quick,
+        "environment": environment(args.threads),
+        "network_parameters": num_parameters(sd3_model(geometry).transformer),
+        "image_tokens": (geometry.latent_size // geometry.patch_size) ** 2,
+        "samples": SAMPLES,
+        "trained_steps": TRAINED,
+        "goal": GOAL,
+        "worst_ratio": max(result["ratios"]["cpu"] for result in results),
+        "results": results,
+    }
+    write_json(args.output, content)
+
+
+if __name__ == "__main__":
+    main()
