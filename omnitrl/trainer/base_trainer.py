@@ -16,46 +16,48 @@ from diffusers import DiffusionPipeline
 from diffusers.training_utils import EMAModel
 from peft import PeftConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import (
     PrinterCallback,
     ProgressCallback,
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import rotate_checkpoints
 
 from omnitrl.errors import InputError, RunError
 from omnitrl.models import FlowModel, Policy, load_flow_model
-from omnitrl.report import Progress, ReportCallback, RunSummary, model_card
+from omnitrl.report import Progress, ReportCallback, RunSummary
 from omnitrl.trainer.adapters import attach_adapters, has_adapters
+from omnitrl.trainer.checkpoints import (
+    STAGING,
+    checkpoint_name,
+    explained,
+    last_checkpoint,
+    load_tensors,
+    publish,
+    save_tensors,
+    tidy_up,
+)
+from omnitrl.trainer.hub import HubTrainer
 from omnitrl.trainer.interrupts import Interrupts
 from omnitrl.trainer.metrics import MetricStore
 from omnitrl.trainer.rollout_config import RolloutConfig
-from omnitrl.trainer.saving import (
-    DIFFUSERS_LORA_EMA,
-    load_networks,
-    load_snippet,
-    load_tensors,
-    replace_folder,
-    save_networks,
-    save_tensors,
-)
+from omnitrl.trainer.saving import DIFFUSERS_LORA_EMA, load_networks, load_snippet, save_networks
 
 
 logger = logging.getLogger(__name__)
 
 ModelLike = str | Path | DiffusionPipeline | FlowModel
 
-_STAGING = ".checkpoint-being-written"
 _EMA_FOLDER = "ema"
-_PICTURES = {"Before and after": "before_after.png", "Reward": "reward_curve.png", "Over time": "timeline.png"}
 
 
-class BaseTrainer(Trainer):
+class BaseTrainer(HubTrainer):
     """
     A `transformers.Trainer` for the networks of a [`FlowModel`].
 
@@ -121,7 +123,8 @@ class BaseTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
-        self.interrupts = Interrupts(self.progress.message)
+        self.interrupts = Interrupts(self.progress.message if self.is_world_process_zero() else _say_nothing)
+        self._check_ema()
         self.flow_model.networks.eval()
         for module in self.flow_model.frozen_modules:
             module.to(self.args.device)
@@ -149,14 +152,33 @@ class BaseTrainer(Trainer):
             load_snippet=load_snippet(self.flow_model, adapter, str(where)),
         )
 
+    def _check_ema(self) -> None:
+        plugin = self.accelerator.state.deepspeed_plugin
+        if self.args.ema_decay is not None and plugin is not None and plugin.zero_stage == 3:
+            raise InputError(
+                f"ema_decay={self.args.ema_decay} cannot be used with DeepSpeed ZeRO-3, which leaves parameters empty "
+                "between steps: use ZeRO-2 or FSDP2, or ema_decay=None."
+            )
+
     @property
     def is_sharded(self) -> bool:
         """Whether each process holds only a part of the weights (FSDP, DeepSpeed)."""
         return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer has."""
+        """
+        The parameters that the optimizer has.
+
+        FSDP2 leaves the root's weights whole after a forward; who reads or writes weights must see the shards.
+        """
+        self._reshard()
         return [p for p in self.flow_model.networks.parameters() if p.requires_grad]
+
+    def _reshard(self) -> None:
+        modules = self.model.modules() if self.is_sharded and self.model is not None else ()
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     # Training
 
@@ -169,7 +191,12 @@ class BaseTrainer(Trainer):
                 A checkpoint folder, or `True` for the last one in `output_dir`. The run goes on exactly as if it had
                 not been interrupted, in the midst of a rollout too.
         """
+        self._begun, self._saved_step = False, None
+        if self.is_world_process_zero():
+            tidy_up(str(self.args.output_dir))
+        self.accelerator.wait_for_everyone()
         self._resumed_from = self._find_checkpoint(resume_from_checkpoint)
+        self._resumed_state = self._read_state()
         try:
             with self.interrupts:
                 return super().train(resume_from_checkpoint=self._resumed_from, **kwargs)
@@ -183,35 +210,72 @@ class BaseTrainer(Trainer):
             self.report.close()
 
     def _find_checkpoint(self, resume: str | bool | None) -> str | None:
-        if not resume:
-            return None
-        if isinstance(resume, str):
-            if not (Path(resume) / "trainer_state.json").is_file():
-                raise InputError(f"resume_from_checkpoint={resume!r} is no checkpoint folder of a trainer.")
-            return resume
-        from transformers.trainer_utils import get_last_checkpoint
-
         folder = Path(str(self.args.output_dir))
-        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        last = last_checkpoint(folder)
+        if not resume:
+            if last is not None:
+                logger.warning(
+                    "%s has checkpoints of an earlier run, up to %s, and this run starts anew: choose another "
+                    "output_dir to keep them apart, or go on with resume_from_checkpoint=True.",
+                    folder,
+                    last.name,
+                )
+            return None
+        if isinstance(resume, str | Path):
+            if not (Path(resume) / "trainer_state.json").is_file():
+                raise InputError(
+                    f"resume_from_checkpoint={str(resume)!r} is no checkpoint folder of a trainer: pass one like "
+                    f"{str(folder / checkpoint_name(100))!r}, or True for the last one in output_dir."
+                )
+            return str(resume)
         if last is None:
             raise InputError(f"{folder} has no checkpoint to resume from: start without resume_from_checkpoint.")
-        return last
+        return str(last)
+
+    def _read_state(self) -> dict[str, Any]:
+        """The state to be resumed from, refused before anything is touched if it is another run's."""
+        if self._resumed_from is None:
+            return {}
+        path = Path(self._resumed_from) / self._state_file
+        if not path.is_file():
+            raise RunError(
+                f"{self._resumed_from} has no {path.name}: it was written by another trainer or another number of "
+                f"processes than {self.args.world_size}, and cannot be continued exactly."
+            )
+        state = load_tensors(path)
+        self._check_state(state)
+        return state
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raises if a run of this configuration cannot go on with `state`; subclasses add to it."""
+        if self.args.ema_decay is not None and "ema" not in state:
+            raise RunError(f"{self._resumed_from} has no averaged weights: resume with ema_decay=None.")
 
     def _rescue(self, reason: str) -> None:
-        """Saves the state after the last optimizer step, where that can be done by this process alone."""
-        step = self.state.global_step
+        """Saves the state after the last optimizer step, where it is whole and this process alone can do so."""
+        if not self._begun:
+            return  # an error of the set-up; whatever the optimizer step is, it was not made here
+        step, folder = self.state.global_step, Path(str(self.args.output_dir))
         say = self.progress.message
-        if step == 0 or self.optimizer is None:
+        alone = self.args.world_size == 1 and not self.is_sharded  # a checkpoint needs every process
+        if self._saved_step != step and step and alone and not (self._updating or self.interrupts.forced):
+            try:
+                self._save_checkpoint(self.model_wrapped, trial=None)
+            except Exception as error:  # the first error is the one to be raised
+                say(f"The state after step {step} could not be saved: {error}")
+        last = last_checkpoint(folder)
+        if not step:
             say(f"{reason} before the first optimizer step: there is nothing to save.")
-            return
-        folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if not folder.is_dir():
-            if self.args.world_size > 1 or self.is_sharded:
-                # A checkpoint needs every process, and the others may be anywhere.
-                say(f"{reason} at step {step}: resume from the last checkpoint in {self.args.output_dir}.")
-                return
-            self._save_checkpoint(self.model_wrapped, trial=None)
-        say(f"{reason} at step {step}, saved in {folder}: go on with `trainer.train(resume_from_checkpoint=True)`.")
+        elif self._saved_step is None or last is None:
+            say(f"{reason} at step {step}, before any checkpoint was written: save_steps says how often one is.")
+        else:
+            say(f"{reason} at step {step}: go on from {last} with `trainer.train(resume_from_checkpoint=True)`.")
+
+    _resumed_from: str | None = None
+    _resumed_state: dict[str, Any] = {}
+    _begun = False
+    _updating = False  # between the beginning of an optimizer step and its end, when weights may be half new
+    _saved_step: int | None = None
 
     def _begin(self) -> None:
         """Called when everything is prepared and, on a resume, loaded."""
@@ -219,17 +283,19 @@ class BaseTrainer(Trainer):
         if self.args.ema_decay is not None:
             self.ema = EMAModel(self.trainable_parameters(), decay=self.args.ema_decay)
         if self._resumed_from is not None:
-            path = Path(self._resumed_from) / self._state_file
-            if not path.is_file():
-                raise RunError(
-                    f"{self._resumed_from} has no {path.name}: it was written by another trainer or another number of "
-                    f"processes than {self.args.world_size}, and cannot be continued exactly."
-                )
-            self._load_state(load_tensors(path))
+            state, self._resumed_state = self._resumed_state, {}
+            self._load_state(state)
+            if Path(self._resumed_from) == Path(str(self.args.output_dir)) / checkpoint_name(self.state.global_step):
+                self._saved_step = self.state.global_step
+        self._begun = True
+
+    def _before_optimizer_step(self) -> None:
+        self._updating = True
 
     def _after_optimizer_step(self) -> None:
         if self.ema is not None:
             self.ema.step(self.trainable_parameters())
+        self._updating = False
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
@@ -284,15 +350,20 @@ class BaseTrainer(Trainer):
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds beyond the Trainer's own state; subclasses add to it."""
-        return {} if self.ema is None else {"ema": self.ema.state_dict()}
+        if self.ema is None:
+            return {}
+        shadow = [_local(p) for p in self.ema.shadow_params]
+        return {"ema": {"shadow_params": shadow, "optimization_step": self.ema.optimization_step}}
 
     def _load_state(self, state: dict[str, Any]) -> None:
         """The inverse of `_state`."""
+        self._load_ema(state)
+
+    def _load_ema(self, state: dict[str, Any]) -> None:
         if self.ema is not None:
-            if "ema" not in state:
-                raise RunError("The checkpoint has no averaged weights: resume with ema_decay=None.")
-            self.ema.load_state_dict(state["ema"])
-            self.ema.to(self.args.device)
+            for p, saved in zip(self.ema.shadow_params, state["ema"]["shadow_params"], strict=True):
+                _local(p).copy_(saved)
+            self.ema.optimization_step = state["ema"]["optimization_step"]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
@@ -325,22 +396,26 @@ class BaseTrainer(Trainer):
             load_networks(self.flow_model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint), self.model_wrapped)
+        best = Path(str(self.state.best_model_checkpoint))
+        if self.is_sharded:
+            super()._load_best_model()
+        else:
+            load_networks(self.flow_model, best)
+        if self.ema is not None:
+            self._load_ema(load_tensors(best / self._state_file))
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, _STAGING) if self._writing_checkpoint else folder
+        return os.path.join(folder, STAGING) if self._writing_checkpoint else folder
 
     _drained_step = 0
-    _writing_checkpoint = False
-    _resumed_from: str | None = None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Writes the checkpoint under another name and gives it its own once it is complete on all processes."""
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         final = Path(super()._get_output_dir(trial))
-        staged = final / _STAGING / name
-        with self.metrics.timed("save"):
+        target = final / checkpoint_name(self.state.global_step)
+        staged = final / STAGING / target.name
+        with self.metrics.timed("save"), explained(target):
             staged.mkdir(parents=True, exist_ok=True)
             save_tensors(staged / self._state_file, self._state())
             self._writing_checkpoint = True
@@ -348,18 +423,24 @@ class BaseTrainer(Trainer):
                 super()._save_checkpoint(model, trial)
             finally:
                 self._writing_checkpoint = False
+            self._name_best(target)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                self._publish_checkpoint(staged, final / name)
+                self.state.save_to_json(str(staged / "trainer_state.json"))
+                self._publish_checkpoint(staged, target)
             self.accelerator.wait_for_everyone()
+        self._saved_step = self.state.global_step
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+
+    def _name_best(self, target: Path) -> None:
+        """The Trainer looks for the best checkpoint where `target` is staged."""
+        if self.state.best_global_step:
+            best = target.with_name(checkpoint_name(self.state.best_global_step))
+            self.state.best_model_checkpoint = str(best) if best == target or best.is_dir() else None
 
     def _publish_checkpoint(self, staged: Path, target: Path) -> None:
-        if self.state.best_global_step:
-            best = target.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-            self.state.best_model_checkpoint = str(best) if best.exists() or best == target else None
-            self.state.save_to_json(str(staged / "trainer_state.json"))
-        replace_folder(staged, target)
-        staged.parent.rmdir()
+        publish(staged, target)
         rotate_checkpoints(
             output_dir=str(target.parent),
             save_total_limit=self.args.save_total_limit,
@@ -367,40 +448,9 @@ class BaseTrainer(Trainer):
             use_mtime=True,
         )
 
-    # Hub
-
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:  # type: ignore[override]
-        """Writes `README.md` with recipe, results, curve and pictures; see [`omnitrl.report.model_card`]."""
-        if not self.is_world_process_zero():
-            return
-        folder = Path(str(self.args.output_dir))
-        card = model_card(
-            self.report.summary,
-            base_model=self.flow_model.name,
-            adapter=has_adapters(self.flow_model),
-            paper=self._paper,
-            tags=list(dict.fromkeys([*self._tag_names, *_as_list(kwargs.get("tags"))])),
-            images={label: name for label, name in _PICTURES.items() if (folder / name).is_file()},
-        )
-        card.save(folder / "README.md")
-
-    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:  # type: ignore[override]
-        """Uploads `output_dir`; the files stay there whatever happens to the upload."""
-        from huggingface_hub.errors import HfHubHTTPError
-
-        try:
-            return super().push_to_hub(commit_message, **kwargs)
-        except (HfHubHTTPError, OSError) as error:
-            repo = self.hub_model_id or self.args.hub_model_id or Path(str(self.args.output_dir)).name
-            raise RunError(
-                f"The upload to the Hub failed ({str(error).splitlines()[0]}), but everything is saved in "
-                f"{self.args.output_dir}: log in with `hf auth login` and run "
-                f"`hf upload {repo} {self.args.output_dir}` when the Hub can be reached."
-            ) from error
-
 
 class _Hooks(TrainerCallback):
-    """Tells the trainer when the loop has begun and when an optimizer step is done."""
+    """Tells the trainer when the loop has begun, and when an optimizer step begins and is done."""
 
     def __init__(self, trainer: BaseTrainer) -> None:
         self._trainer = trainer
@@ -408,14 +458,22 @@ class _Hooks(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._begin()
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._trainer._before_optimizer_step()
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._after_optimizer_step()
 
 
-def _as_list(value: str | Sequence[str] | None) -> list[str]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else list(value)
+def _say_nothing(text: str) -> None:
+    """For the processes whose words would be the main one's again."""
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor; of a whole one, all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_dict(value: dict | str | None) -> dict[str, Any]:

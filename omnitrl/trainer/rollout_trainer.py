@@ -33,6 +33,7 @@ from omnitrl.errors import InputError, RunError
 from omnitrl.rewards import RewardRunner
 from omnitrl.rollout import ENGINES, SampleRequest, SamplingParams, Trajectory, stable_seed
 from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
+from omnitrl.trainer.checkpoints import check_prompts, check_same, plan_of
 from omnitrl.trainer.evaluation import evaluate_prompts
 from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.rollout_config import RolloutConfig
@@ -484,12 +485,23 @@ class RolloutTrainer(BaseTrainer):
 
     def _state(self) -> dict[str, Any]:
         """A checkpoint in the midst of a rollout holds the rest of it."""
-        state = super()._state()
+        state = {**super()._state(), "plan": plan_of(self.args)}
         done = self.state.global_step * self.args.gradient_accumulation_steps
         rollout, position = divmod(done, self.args.micro_steps_per_rollout)
         if position and self._buffer is not None and self._buffer.index == rollout:
-            state["rollout"] = self._buffer.state_dict()
+            state["rollout"] = {**self._buffer.state_dict(), "sampling": self._sampling(rollout)}
         return state
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        where = str(self._resumed_from)
+        check_same(where, state["plan"], plan_of(self.args), "which samples a rollout has")
+        if "rollout" in state:
+            now = self._sampling(state["rollout"]["index"])
+            check_same(where, state["rollout"]["sampling"], now, "how the rest of its rollout was sampled")
+
+    def _sampling(self, rollout: int) -> dict[str, Any]:
+        return {**vars(self.sampling_params(rollout)), "guidance_scale_train": self.guidance_scale_train}
 
     def _load_state(self, state: dict[str, Any]) -> None:
         super()._load_state(state)
@@ -500,8 +512,7 @@ class RolloutTrainer(BaseTrainer):
         rollout, device = saved["index"], self.args.device
         requests = self._plan.requests(rollout)
         steps, table = self.args.trained_steps(rollout), self.tables(rollout)[0]
-        if len(saved["samples"]) != len(requests) or len(saved["samples"][0]["log_probs"]) != len(steps):
-            raise RunError("The checkpoint holds another rollout than this configuration makes: resume with its own.")
+        check_prompts(str(self._resumed_from), saved["prompts"], [request.row["prompt"] for request in requests])
         trajectories = []
         for request, sample in zip(requests, saved["samples"], strict=True):
             tensors = {key: value.to(device) for key, value in sample.items()}

@@ -163,6 +163,7 @@ class RolloutBuffer:
         """Tensors and numbers that, with the plan, restore the buffer exactly."""
         return {
             "index": self.index,
+            "prompts": [t.request.row["prompt"] for t in self.trajectories],
             "advantages": self.advantages,
             # Two views of one storage per sample: torch.save keeps them so.
             "samples": [

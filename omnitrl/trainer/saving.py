@@ -10,11 +10,9 @@ vLLM-Omni read, and as `pytorch_lora_weights.safetensors` with the adapter's con
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -170,31 +168,3 @@ def load_snippet(model: FlowModel, adapter: bool, repo: str) -> str:
     classes = ", ".join(sorted({pipeline, *(type(network).__name__ for network in model.networks.values())}))
     given = ", ".join(f"{name}={name}" for name in model.networks)
     return f'from diffusers import {classes}\n\n{loads}pipe = {pipeline}.from_pretrained("{base}", {given})\n'
-
-
-def replace_folder(source: str | Path, target: str | Path) -> None:
-    """Moves a finished folder to its final name; an older one of that name is replaced only then."""
-    source, target = Path(source), Path(target)
-    if target.exists():
-        old = target.with_name(f".{target.name}.old")
-        os.replace(target, old)
-        os.replace(source, target)
-        _remove(old)
-    else:
-        os.replace(source, target)
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def save_tensors(path: str | Path, content: dict[str, Any]) -> None:
-    """`torch.save` of plain containers and tensors, readable with `weights_only=True`."""
-    torch.save(content, path)
-
-
-def load_tensors(path: str | Path) -> dict[str, Any]:
-    """The inverse of [`save_tensors`], on the CPU."""
-    return torch.load(path, map_location="cpu", weights_only=True)
