@@ -16,7 +16,7 @@ Four stages on one CPU core, each counted in optimizer steps so that a run can b
 1. `vae`: a 165 k parameter autoencoder learns drawn words.
 2. `coarse`: the transformer and its two text encoders learn by flow matching (https://arxiv.org/abs/2210.02747).
 3. `sharp`: the same with less shaken pictures, until nearly every word is spelt right.
-4. `noisy`: each letter of a caption is replaced by a random one with probability 0.25 while the picture stays. The
+4. `noisy`: each letter of a caption is replaced by a random one with probability 0.3 while the picture stays. The
    model still draws letters, but no longer trusts what it is told: spelling is what reinforcement learning is left to
    put right. A base that spells perfectly could not show anything, nor could one that never hits a word.
 
@@ -96,7 +96,7 @@ STAGES = (
     Stage("vae", 1500, 32, 3e-3, jitter=2, word_share=0.3),
     Stage("coarse", 1000, 64, 1.5e-3, jitter=2),
     Stage("sharp", 2200, 32, 1.2e-3, jitter=1),
-    Stage("noisy", 800, 32, 1e-3, jitter=1, caption_noise=0.25),
+    Stage("noisy", 800, 32, 1e-3, jitter=1, caption_noise=0.3),
 )
 
 
