@@ -251,11 +251,12 @@ class RolloutTrainer(BaseTrainer):
 
     def make_rollout(self, rollout: int) -> RolloutBuffer:
         """Samples, scores and prepares one rollout; every rank makes its share."""
-        started, forwards = time.perf_counter(), self.engine.forwards
+        forwards = self.engine.forwards
         self._sync_engine()
         requests = self._plan.requests(rollout)
         scoring = self.new_scoring()
-        trajectories = self._sample(requests, self.sampling_params(rollout), scoring)
+        with self.metrics.timed("rollout"):
+            trajectories = self._sample(requests, self.sampling_params(rollout), scoring)
         rewards = self._collect_rewards(scoring)
         advantages = self._advantages(rewards)
         if self.args.shuffle_advantages:
@@ -263,10 +264,9 @@ class RolloutTrainer(BaseTrainer):
             advantages = advantages[torch.randperm(len(advantages), generator=generator)]
         advantages = advantages[self._plan.share]
         buffer = self._buffer_of(rollout, requests, trajectories, advantages)
+        self._forwards = self.engine.forwards - forwards
         if self.guidance_scale_train != self.guidance_scale:
             self._recompute_log_probs(buffer)
-        self._forwards = self.engine.forwards - forwards
-        self.metrics.add("time/rollout", time.perf_counter() - started)
         return buffer
 
     def _sync_engine(self) -> None:
@@ -367,10 +367,13 @@ class RolloutTrainer(BaseTrainer):
     @torch.no_grad()
     def _recompute_log_probs(self, buffer: RolloutBuffer) -> None:
         """Old log-probs under the guidance that is trained, where it differs from the rollout's."""
-        for i, trajectory in enumerate(buffer.trajectories):
-            (batch,) = buffer.replay([i], timesteps_per_forward=len(buffer.steps))
-            _, _, _, log_probs = self.replay(self._current_policy(), batch, buffer)
-            trajectory.log_probs = log_probs
+        policy, args = self._current_policy(), self.args
+        for start in range(0, len(buffer.trajectories), args.per_device_train_batch_size):
+            part = buffer.trajectories[start : start + args.per_device_train_batch_size]
+            batches = buffer.replay(list(range(start, start + len(part))), args.timesteps_per_forward)
+            rows = torch.cat([self.replay(policy, batch, buffer)[3] for batch in batches])
+            for trajectory, log_probs in zip(part, rows.view(len(buffer.steps), len(part)).unbind(1), strict=True):
+                trajectory.log_probs = log_probs.clone()
 
     # Replay
 

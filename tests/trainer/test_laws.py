@@ -89,7 +89,7 @@ def test_law_01_guidance_that_is_trained_is_that_of_the_old_log_probs(tmp_path):
     batch = all_rows(buffer)
     with torch.no_grad():
         _, _, _, log_probs = run.replay(run.model, batch, buffer)
-    assert (log_probs - batch.old_log_probs).abs().max() <= 1e-6
+    assert (log_probs - batch.old_log_probs).abs().max() <= 1e-5  # batches of other sizes
     unguided = trainer(tmp_path, guidance_scale=4.0, max_steps=2)
     guided = all_rows(fresh_rollout(unguided))
     assert torch.equal(guided.latents, batch.latents)  # samples are made with guidance in both
