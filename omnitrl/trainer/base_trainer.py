@@ -7,11 +7,12 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, save_fsdp_optimizer
 from diffusers import DiffusionPipeline
 from diffusers.training_utils import EMAModel
 from peft import PeftConfig
@@ -47,7 +48,14 @@ from omnitrl.trainer.hub import HubTrainer
 from omnitrl.trainer.interrupts import Interrupts
 from omnitrl.trainer.metrics import MetricStore
 from omnitrl.trainer.rollout_config import RolloutConfig
-from omnitrl.trainer.saving import DIFFUSERS_LORA_EMA, load_networks, load_snippet, save_networks
+from omnitrl.trainer.saving import (
+    DIFFUSERS_LORA_EMA,
+    load_networks,
+    load_snippet,
+    save_networks,
+    trained_weights,
+    whole_weights,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -124,7 +132,7 @@ class BaseTrainer(HubTrainer):
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.interrupts = Interrupts(self.progress.message if self.is_world_process_zero() else _say_nothing)
-        self._check_ema()
+        self._check_sharding()
         self.flow_model.networks.eval()
         for module in self.flow_model.frozen_modules:
             module.to(self.args.device)
@@ -152,7 +160,16 @@ class BaseTrainer(HubTrainer):
             load_snippet=load_snippet(self.flow_model, adapter, str(where)),
         )
 
-    def _check_ema(self) -> None:
+    def _check_sharding(self) -> None:
+        fsdp = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        if fsdp is not None and fsdp.fsdp_version == 1:
+            raise InputError("FSDP is supported in its second version only: set fsdp_version: 2, or use DeepSpeed.")
+        if fsdp is not None and fsdp.mixed_precision_policy is not None:
+            # Accelerate's policy also casts what goes into the policy and comes out of it: a timestep of 857.7 would
+            # be 856 in bf16. Autocast is active in the network, and only there.
+            fsdp.mixed_precision_policy = replace(
+                fsdp.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
+            )
         plugin = self.accelerator.state.deepspeed_plugin
         if self.args.ema_decay is not None and plugin is not None and plugin.zero_stage == 3:
             raise InputError(
@@ -385,24 +402,40 @@ class BaseTrainer(HubTrainer):
 
     def _save_weights(self, folder: Path, **kwargs: Any) -> None:
         # Collective under FSDP and ZeRO-3, so every process comes here.
-        state_dict = self.accelerator.get_state_dict(self.model_wrapped) if self.is_sharded else None
+        engine = self.is_deepspeed_enabled and self.model_wrapped is not self.model  # that is, prepared
+        self._reshard()
+        state_dict = self.accelerator.get_state_dict(self.model_wrapped) if engine else None
+        if engine and state_dict is None:
+            return  # ZeRO-3 gives the result to the main process only
+        weights = whole_weights(trained_weights(self.flow_model, state_dict), keep=self.args.should_save)
         if self.args.should_save:
-            save_networks(self.flow_model, folder, state_dict, **kwargs)
+            save_networks(self.flow_model, folder, weights, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        # Without the weights, which the Trainer would write here a second time, frozen ones included.
+        plugin, scheduler = self.accelerator.state.fsdp_plugin, self.lr_scheduler
+        save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+        if self.args.should_save and scheduler is not None:
+            torch.save(scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.is_sharded:
+        if self.is_deepspeed_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
+            self._reshard()
             load_networks(self.flow_model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        best = Path(str(self.state.best_model_checkpoint))
-        if self.is_sharded:
+        best = str(self.state.best_model_checkpoint)
+        if self.is_deepspeed_enabled:
             super()._load_best_model()
         else:
-            load_networks(self.flow_model, best)
+            self._load_from_checkpoint(best)
         if self.ema is not None:
-            self._load_ema(load_tensors(best / self._state_file))
+            self._load_ema(load_tensors(Path(best) / self._state_file))
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)

@@ -13,9 +13,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from huggingface_hub import save_torch_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omnitrl.errors import RunError
 from omnitrl.models import FlowModel
@@ -26,11 +28,69 @@ DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
 DIFFUSERS_LORA_EMA = "pytorch_lora_weights_ema.safetensors"
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
+PLAIN_WEIGHTS = "diffusion_pytorch_model*.safetensors"
 _PEFT_PREFIX = "base_model.model."
 
 
+def trained_weights(model: FlowModel, state_dict: dict[str, Tensor] | None = None) -> dict[str, dict[str, Tensor]]:
+    """
+    The trained weights by network: an adapter's tensors by PEFT's names, or all tensors of a network.
+
+    Args:
+        model ([`FlowModel`]):
+            Its networks are `PeftModel`s or plain networks.
+        state_dict (`dict[str, Tensor]`, *optional*):
+            Weights of the policy (`networks.<name>.…`), where the modules do not hold them (DeepSpeed).
+
+    Raises:
+        [`~omnitrl.errors.RunError`]: an adapter has more tensors than were found; PEFT drops what it cannot match.
+    """
+    result: dict[str, dict[str, Tensor]] = {}
+    for name, network in model.networks.items():
+        prefix = f"networks.{name}."
+        given = state_dict and {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        if isinstance(network, PeftModel):
+            # "auto" would ask the Hub for the base model's vocabulary.
+            tensors = get_peft_model_state_dict(
+                network, state_dict=given, adapter_name=network.active_adapter, save_embedding_layers=False
+            )
+            trained = sum(1 for p in network.parameters() if p.requires_grad)
+            if len(tensors) < trained:
+                raise RunError(
+                    f"Only {len(tensors)} of {trained} trained adapter tensors of the {name} were found, so nothing "
+                    "was written: use another kind of adapter, or report this."
+                )
+        else:
+            tensors = given or network.state_dict()
+        result[name] = {key: tensor.detach() for key, tensor in tensors.items()}
+    return result
+
+
+def whole_weights(weights: dict[str, dict[str, Tensor]], keep: bool) -> dict[str, dict[str, Tensor]]:
+    """
+    The same with shards put together on the CPU, one after the other; every rank calls it.
+
+    Args:
+        weights (`dict[str, dict[str, Tensor]]`):
+            What [`trained_weights`] gave.
+        keep (`bool`):
+            Whether this rank wants the result; others get empty dicts.
+    """
+    result: dict[str, dict[str, Tensor]] = {}
+    for name, tensors in weights.items():
+        result[name] = {}
+        for key, tensor in tensors.items():
+            full = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+            if keep:
+                result[name][key] = full
+    return result
+
+
 def save_networks(
-    model: FlowModel, folder: str | Path, state_dict: dict[str, Tensor] | None = None, lora_name: str = DIFFUSERS_LORA
+    model: FlowModel,
+    folder: str | Path,
+    weights: dict[str, dict[str, Tensor]] | None = None,
+    lora_name: str = DIFFUSERS_LORA,
 ) -> list[Path]:
     """
     Writes the trained weights of `model`.
@@ -40,8 +100,8 @@ def save_networks(
             Its networks are `PeftModel`s or plain networks.
         folder (`str` or `Path`):
             Created if needed. A second network goes to a sub-folder of its name.
-        state_dict (`dict[str, Tensor]`, *optional*):
-            Full weights of the policy (`networks.<name>.…`), needed where the modules hold only shards.
+        weights (`dict[str, dict[str, Tensor]]`, *optional*):
+            What to write by network, where that is not what the modules hold; see [`whole_weights`].
         lora_name (`str`):
             Name of the diffusers file.
 
@@ -50,19 +110,17 @@ def save_networks(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    weights = weights or trained_weights(model)
     several = len(model.networks) > 1
     written: list[Path] = []
     lora_layers: dict[str, Any] = {}
     for name, network in model.networks.items():
-        weights = _weights_of(name, state_dict)
-        plain: Any = network
+        tensors = {key: tensor.contiguous() for key, tensor in weights[name].items()}
         if isinstance(network, PeftModel):
-            target = folder / name if several else folder
-            written.append(_save_peft(network, target, weights))
-            lora_layers |= _diffusers_layers(name, network, weights)
+            written.append(_save_peft(network, folder / name if several else folder, tensors))
+            lora_layers |= _diffusers_layers(name, network, tensors)
         else:
-            plain.save_pretrained(folder / name, **({} if weights is None else {"state_dict": weights}))
-            written += sorted((folder / name).glob("*.safetensors"))
+            written += _save_plain(network, folder / name, tensors)
     if lora_layers:
         type(model.pipeline).save_lora_weights(folder, weight_name=lora_name, **lora_layers)
         written.append(folder / lora_name)
@@ -71,50 +129,52 @@ def save_networks(
 
 def load_networks(model: FlowModel, folder: str | Path) -> None:
     """
-    Reads what [`save_networks`] wrote into the networks of `model`, checking that every trained tensor is there.
+    Reads what [`save_networks`] wrote into the networks of `model`, shards included; every rank calls it.
 
     Raises:
         [`~omnitrl.errors.RunError`]: the folder holds other weights than the model trains.
     """
     folder = Path(folder)
     several = len(model.networks) > 1
-    for name, network in model.networks.items():
-        if isinstance(network, PeftModel):
-            _load_peft(network, (folder / name if several else folder) / PEFT_WEIGHTS)
-        else:
-            _load_plain(network, folder / name)
+    for name, current in trained_weights(model).items():
+        adapter = isinstance(model.networks[name], PeftModel)
+        place = folder / name if several or not adapter else folder
+        tensors = _read(place, PEFT_WEIGHTS if adapter else PLAIN_WEIGHTS)
+        if tensors.keys() != current.keys():
+            odd = sorted(tensors.keys() ^ current.keys())
+            raise RunError(
+                f"The weights in {place} do not fit what is trained: {len(odd)} tensors differ, such as {odd[0]!r}. "
+                "Use the model and the peft_config of the run that wrote them."
+            )
+        for key, tensor in current.items():  # these share memory with the parameters
+            tensor.copy_(_sharded_like(tensor, tensors[key]))
 
 
-def _weights_of(name: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    if state_dict is None:
-        return None
-    prefix = f"networks.{name}."
-    return {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+def _read(folder: Path, pattern: str) -> dict[str, Tensor]:
+    files = sorted(folder.glob(pattern))
+    if not files:
+        other = "without" if pattern == PEFT_WEIGHTS else "with"
+        raise RunError(f"The checkpoint has no {folder / pattern}: was it written by a run {other} adapters?")
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
-def _adapter_tensors(network: PeftModel, weights: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """The adapter's tensors by PEFT's names; PEFT drops silently what it cannot match, so they are counted."""
-    tensors = _peft_state_dict(network, weights)
-    trained = sum(1 for p in network.parameters() if p.requires_grad)
-    if len(tensors) < trained:
-        raise RunError(
-            f"Only {len(tensors)} of {trained} trained adapter tensors were found for saving; nothing was written."
-        )
-    return {key: value.detach().contiguous() for key, value in tensors.items()}
+def _sharded_like(tensor: Tensor, full: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return distribute_tensor(full.to(tensor.device), tensor.device_mesh, tensor.placements)
+    return full
 
 
-def _peft_state_dict(network: PeftModel, weights: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    # "auto" would ask the Hub for the base model's vocabulary.
-    return get_peft_model_state_dict(
-        network, state_dict=weights, adapter_name=network.active_adapter, save_embedding_layers=False
-    )
+def _save_plain(network: Any, folder: Path, tensors: dict[str, Tensor]) -> list[Path]:
+    network.save_config(folder)
+    for old in folder.glob(PLAIN_WEIGHTS):  # a file that is left over would be read with the others
+        old.unlink()
+    save_torch_state_dict(tensors, folder, filename_pattern=PLAIN_WEIGHTS.replace("*", "{suffix}"))
+    return sorted(folder.glob(PLAIN_WEIGHTS))
 
 
-def _save_peft(network: PeftModel, folder: Path, weights: dict[str, Tensor] | None) -> Path:
-    from safetensors.torch import save_file
-
+def _save_peft(network: PeftModel, folder: Path, tensors: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_adapter_tensors(network, weights), folder / PEFT_WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / PEFT_WEIGHTS, metadata={"format": "pt"})
     config = network.peft_config[network.active_adapter]
     inference_mode, config.inference_mode = config.inference_mode, True
     config.save_pretrained(str(folder))
@@ -122,34 +182,14 @@ def _save_peft(network: PeftModel, folder: Path, weights: dict[str, Tensor] | No
     return folder / PEFT_WEIGHTS
 
 
-def _diffusers_layers(name: str, network: PeftModel, weights: dict[str, Tensor] | None) -> dict[str, Any]:
-    layers = {key.removeprefix(_PEFT_PREFIX): v for key, v in _adapter_tensors(network, weights).items()}
-    config = network.peft_config[network.active_adapter].to_dict()
-    metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+def _diffusers_layers(name: str, network: PeftModel, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What `save_lora_weights` takes; nothing for adapters that are no LoRA, which diffusers cannot load."""
+    config = network.peft_config[network.active_adapter]
+    if not isinstance(config, LoraConfig):
+        return {}
+    metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    layers = {key.removeprefix(_PEFT_PREFIX): tensor for key, tensor in tensors.items()}
     return {f"{name}_lora_layers": layers, f"{name}_lora_adapter_metadata": metadata}
-
-
-def _load_peft(network: PeftModel, path: Path) -> None:
-    if not path.is_file():
-        raise RunError(f"The checkpoint has no {path}: was it written by a run without adapters?")
-    tensors = load_file(path)
-    expected = set(_peft_state_dict(network, None))
-    if set(tensors) != expected:
-        odd = sorted(set(tensors) ^ expected)
-        raise RunError(
-            f"{path} does not fit this adapter: {len(odd)} tensors differ, such as {odd[0]!r}. Use the peft_config "
-            "of the run that wrote it."
-        )
-    set_peft_model_state_dict(network, tensors, adapter_name=network.active_adapter)
-
-
-def _load_plain(network: nn.Module, folder: Path) -> None:
-    if not folder.is_dir():
-        raise RunError(f"The checkpoint has no {folder}: was it written by a run with adapters?")
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path)
-    network.load_state_dict(tensors, strict=True)
 
 
 def load_snippet(model: FlowModel, adapter: bool, repo: str) -> str:
