@@ -447,7 +447,7 @@ def _wait(future: "Future[_Scores]") -> _Scores:
 
 
 def _cancel(chunks: list[_Chunk]) -> None:
-    for chunk in chunks:
+    for chunk in reversed(chunks):  # the last first: a call that is given up lets the next one of its reward begin
         for future in chunk.futures:
             future.cancel()
 

@@ -306,6 +306,12 @@ class BaseTrainer(HubTrainer):
                 self._saved_step = self.state.global_step
         self._begun = True
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """See `transformers.Trainer`, which would train a finished run that is resumed for one step more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
     def _before_optimizer_step(self) -> None:
         self._updating = True
 

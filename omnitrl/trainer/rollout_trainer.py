@@ -424,13 +424,13 @@ class RolloutTrainer(BaseTrainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Backward of one micro-batch: a part of the current rollout, in as many network calls as were asked for."""
-        self.interrupts.check()
         buffer, samples = self._next_micro_batch()
         self.progress.phase("train")
         started = time.perf_counter()
         batches = buffer.replay(samples, self.args.timesteps_per_forward)
         total = torch.zeros((), device=self.args.device)
         for i, batch in enumerate(batches):
+            self.interrupts.check()  # gradients of a part of an update are no loss
             with self.gradient_sync(model, last=i == len(batches) - 1):
                 losses = self.compute_row_losses(model, batch, buffer)
                 loss = losses.sum() / batches.num_rows / self.current_gradient_accumulation_steps
@@ -500,8 +500,9 @@ class RolloutTrainer(BaseTrainer):
         where = str(self._resumed_from)
         check_same(where, state["plan"], plan_of(self.args), "which samples a rollout has")
         if "rollout" in state:
-            now = self._sampling(state["rollout"]["index"])
-            check_same(where, state["rollout"]["sampling"], now, "how the rest of its rollout was sampled")
+            rollout, saved = state["rollout"]["index"], state["rollout"]
+            check_same(where, saved["sampling"], self._sampling(rollout), "how the rest of its rollout was sampled")
+            check_prompts(where, saved["prompts"], [request.row["prompt"] for request in self.plan.requests(rollout)])
 
     def _sampling(self, rollout: int) -> dict[str, Any]:
         return {**vars(self.sampling_params(rollout)), "guidance_scale_train": self.guidance_scale_train}
@@ -515,7 +516,6 @@ class RolloutTrainer(BaseTrainer):
         rollout, device = saved["index"], self.args.device
         requests = self._plan.requests(rollout)
         steps, table = self.args.trained_steps(rollout), self.tables(rollout)[0]
-        check_prompts(str(self._resumed_from), saved["prompts"], [request.row["prompt"] for request in requests])
         trajectories = []
         for request, sample in zip(requests, saved["samples"], strict=True):
             tensors = {key: value.to(device) for key, value in sample.items()}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What two processes do with DeepSpeed, started by `test_deepspeed.py`.
+What two processes do with DeepSpeed, started by `test_zero.py`.
 
 Accelerate cannot prepare DeepSpeed on CPUs, so the engine is made here; what it wraps, the losses that it trains and
 what is saved of it are the trainer's.
@@ -49,7 +49,7 @@ def three_steps(stage):
         )
     for _ in range(3):
         loss = module(**inputs).pow(2).mean()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if stage:
             module.backward(loss)
             module.step()

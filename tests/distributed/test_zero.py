@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from tests.distributed import deepspeed
+from tests.distributed import zero
 from tests.distributed.launch import Launch
 from tests.distributed.test_ddp import distance
 
@@ -17,12 +17,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", deepspeed.SCENARIOS)
+@pytest.mark.parametrize("name", zero.SCENARIOS)
 def test_partitions_train_what_whole_weights_train(name, tmp_path):
-    launch = Launch("tests.distributed.deepspeed", tmp_path, name)
+    launch = Launch("tests.distributed.zero", tmp_path, name)
     assert launch.wait(120) == 0, launch.output()
     (losses, weights), (others, _) = launch.results(name)
-    expected_losses, expected = deepspeed.three_steps(0)
+    expected_losses, expected = zero.three_steps(0)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert others == losses
     assert weights.keys() == expected.keys()
