@@ -67,16 +67,27 @@ def load_flow_model(
         if max_sequence_length is not None:
             model.max_sequence_length = max_sequence_length
         return model
-    else:
+    elif isinstance(model, _pipeline_class()):
         pipeline = model
+    else:
+        raise InputError(
+            f"model is of type {type(model).__name__}: pass a Hub id, a folder, a loaded diffusers pipeline or a "
+            "`FlowModel`."
+        )
     return family_of(type(pipeline).__name__)(pipeline, max_sequence_length=max_sequence_length)
+
+
+def _pipeline_class() -> type:
+    from diffusers import DiffusionPipeline
+
+    return DiffusionPipeline
 
 
 def _load_pipeline(model: str, kwargs: dict[str, Any]) -> DiffusionPipeline:
     import diffusers
 
     index = read_model_index(model, kwargs.get("revision"))
-    name = index.get("_class_name", "?")
+    name = index["_class_name"]
     family_of(name, where=f"{model!r}")
     # diffusers saves an absent component as [null, null] but refuses to load one that is not named as None.
     absent = {key: None for key, value in index.items() if isinstance(value, list) and value[0] is None}
@@ -103,7 +114,13 @@ def read_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
         raise InputError(f"There is no folder {model!r}: check the path, or pass a Hub id like 'owner/name'.")
     else:
         path = _download_index(model, revision)
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON ({error}): download the checkpoint again.") from error
+    if not isinstance(index, dict) or "_class_name" not in index:
+        raise InputError(f"{path} names no pipeline class (_class_name), so it is no diffusers pipeline's.")
+    return index
 
 
 def _download_index(model: str, revision: str | None) -> Path:

@@ -173,7 +173,9 @@ class RewardRunner:
         timeout: float | None = None,
         max_failed_fraction: float = 0.5,
     ):
-        given = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
+        given: list[Any] = [reward_funcs]
+        if isinstance(reward_funcs, Sequence) and not (isinstance(reward_funcs, str) or callable(reward_funcs)):
+            given = list(reward_funcs)
         if not given:
             raise InputError("reward_funcs is empty: give at least one reward, for example 'ocr'.")
         functions = [get_reward(spec) for spec in given]

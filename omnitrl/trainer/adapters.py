@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,16 +42,45 @@ def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> N
         if peft_config is None:
             network.requires_grad_(True).float()
         elif isinstance(peft_config, PeftConfig):
-            model.networks[name] = get_peft_model(network, _checked(peft_config, model))
+            model.networks[name] = _new_adapter(network, _checked(peft_config), model)
             # get_peft_model looks for `name_or_path`, which diffusers networks do not have.
             adapted: Any = model.networks[name]
             for config in adapted.peft_config.values():
                 config.base_model_name_or_path = model.name or None
-        else:
+        elif isinstance(peft_config, str | Path):
             model.networks[name] = _load_adapter(network, str(peft_config))
+        else:
+            raise InputError(
+                f"peft_config is a {type(peft_config).__name__}: pass a `LoraConfig`, a folder or Hub id of saved "
+                "adapters, or None to train all weights."
+            )
     trainable = [p for p in model.networks.parameters() if p.requires_grad]
     if not trainable:
         raise InputError("No weight is trainable: check `target_modules` and `inference_mode` of the peft_config.")
+
+
+def _new_adapter(network: Any, config: PeftConfig, model: FlowModel) -> PeftModel:
+    if isinstance(config, LoraConfig):
+        if config.target_modules is None:
+            config.target_modules = list(model.default_lora_targets)
+        else:
+            _check_targets(config.target_modules, network, model)
+    return get_peft_model(network, config)
+
+
+def _check_targets(targets: Any, network: Any, model: FlowModel) -> None:
+    """Each target must be there; PEFT is content if one is."""
+    names = [name for name, _ in network.named_modules()]
+    if isinstance(targets, str):  # a regular expression, or a word of PEFT's own
+        found = targets == "all-linear" or any(re.fullmatch(targets, name) for name in names)
+        missing = [] if found else [targets]
+    else:
+        missing = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
+    if missing:
+        raise InputError(
+            f"peft_config.target_modules names {missing}, which {type(network).__name__} does not have: leave it out "
+            f"for {list(model.default_lora_targets)}, or take names that `print(pipeline.transformer)` shows."
+        )
 
 
 def _refuse_second_adapter(name: str, peft_config: PeftConfig | str | None) -> None:
@@ -57,17 +88,14 @@ def _refuse_second_adapter(name: str, peft_config: PeftConfig | str | None) -> N
         raise InputError(f"The model's {name} is a PeftModel already: leave peft_config out to train its adapter.")
 
 
-def _checked(peft_config: PeftConfig, model: FlowModel) -> PeftConfig:
-    """A copy of the user's config with our defaults filled in, after the checks that PEFT makes late or never."""
+def _checked(peft_config: PeftConfig) -> PeftConfig:
+    """A copy of the user's config, after the checks that PEFT makes late or never."""
     config = copy.deepcopy(peft_config)
-    if isinstance(config, LoraConfig):
-        if config.lora_dropout:
-            raise InputError(
-                f"lora_dropout={config.lora_dropout} makes a replay differ from its rollout, so that the ratio is "
-                "never 1: use lora_dropout=0.0."
-            )
-        if config.target_modules is None:
-            config.target_modules = list(model.default_lora_targets)
+    if isinstance(config, LoraConfig) and config.lora_dropout:
+        raise InputError(
+            f"lora_dropout={config.lora_dropout} makes a replay differ from its rollout, so that the ratio is never "
+            "1: use lora_dropout=0.0."
+        )
     if config.task_type is not None:
         raise InputError(f"task_type={config.task_type} is for language models: leave it None.")
     return config

@@ -31,6 +31,28 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         )
 
 
+# Smallest value that each option can have.
+AT_LEAST = {
+    "num_generations": 2,
+    "num_generations_eval": 1,
+    "num_inference_steps": 2,
+    "num_inference_steps_eval": 1,
+    "num_iterations": 1,
+    "timesteps_per_forward": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "generation_batch_size": 1,
+    "rollout_batch_size": 1,
+    "max_sequence_length": 1,
+    "guidance_scale": 0,
+    "guidance_scale_train": 0,
+    "advantage_eps": 0,
+    "num_samples_to_save": 0,
+    "seed": 0,
+}
+
+
 @dataclass
 class RolloutConfig(TrainingArguments):
     """
@@ -49,6 +71,7 @@ class RolloutConfig(TrainingArguments):
     Every field has its help in its metadata, which is also what `--help` prints. Fields of `TrainingArguments` keep
     their meaning; `logging_steps` (1), `learning_rate` (3e-4), `lr_scheduler_type` (constant), `weight_decay` (1e-4),
     `remove_unused_columns` (False) and `logging_nan_inf_filter` (False: a NaN loss stops the run) have other defaults.
+    The best checkpoint is that of the highest `eval_reward` unless `metric_for_best_model` names another metric.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
@@ -173,6 +196,8 @@ class RolloutConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"  # the Trainer's own default is a loss, which evaluation has not
         super().__post_init__()
         self._check_choices()
         self._check_ranges()
@@ -224,18 +249,20 @@ class RolloutConfig(TrainingArguments):
             raise InputError(str(error)) from None
 
     def _check_ranges(self) -> None:
-        at_least = {
-            "num_generations": 2,
-            "num_generations_eval": 1,
-            "num_inference_steps": 2,
-            "num_inference_steps_eval": 1,
-            "num_iterations": 1,
-            "timesteps_per_forward": 1,
-        }
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
+        for name, least in AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
                 why = " (a group of one has no baseline to compare with)" if name == "num_generations" else ""
-                raise InputError(f"{name}={getattr(self, name)} must be at least {least}{why}: use {name}={least}.")
+                raise InputError(f"{name}={value} must be at least {least}{why}: use {name}={least}.")
+        if not 0 <= self.advantage_ddof < self.num_generations:
+            raise InputError(f"advantage_ddof={self.advantage_ddof} must be 0 (population) or 1 (sample): use 0.")
+        if not self.advantage_clip > 0:
+            raise InputError(f"advantage_clip={self.advantage_clip} must be above 0: use 5.0.")
+        if self.max_steps < 1 and (self.max_steps != -1 or not self.num_train_epochs > 0):
+            raise InputError(
+                f"max_steps={self.max_steps} with num_train_epochs={self.num_train_epochs} says of no length how long "
+                "to train: use max_steps=100, or max_steps=-1 and num_train_epochs=1."
+            )
         if self.sde_window_range is not None and len(self.sde_window_range) != 2:
             raise InputError(f"sde_window_range={self.sde_window_range} must be a start and an end: use 0 5.")
         if not 0 < self.timestep_fraction <= 1:

@@ -84,7 +84,7 @@ class RolloutTrainer(BaseTrainer):
         peft_config: PeftConfig | str | None = None,
     ) -> None:
         args = args or self.config_class(output_dir=f"{self._name}")
-        self._check_args(args)
+        self._check_args(args, eval_dataset)
         self.rewards = RewardRunner(
             reward_funcs,
             weights=args.reward_weights,
@@ -115,9 +115,14 @@ class RolloutTrainer(BaseTrainer):
     def _set_up_algorithm(self) -> None:
         """What a subclass makes of the untrained model, such as a reference policy."""
 
-    def _check_args(self, args: RolloutConfig) -> None:
+    def _check_args(self, args: RolloutConfig, eval_dataset: Any) -> None:
         if not isinstance(args, self.config_class):
             raise InputError(f"{type(self).__name__} takes a {self.config_class.__name__}, got {type(args).__name__}.")
+        if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+            raise InputError(
+                f"eval_strategy={args.eval_strategy!s} and eval_on_start={args.eval_on_start} ask for evaluation, but "
+                "there is no eval_dataset: pass one, or use eval_strategy='no'."
+            )
 
     def _build_engine(self) -> Any:
         return ENGINES[self.args.rollout_engine](
