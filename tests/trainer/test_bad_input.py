@@ -205,7 +205,7 @@ def test_a_second_adapter(tmp_path):
         ),
         (
             {"num_generations": 3, "generation_batch_size": 16},
-            "^num_generations=3 needs a rollout batch that is a multiple of 3, got 16 .*: use 15 or 18, or num_generat.*=2",
+            "^num_generations=3 needs a rollout batch that is a multiple of 3, got 16 .*: use 15 or 18, or .*=2",
         ),
         (
             {"generation_batch_size": 12, "per_device_train_batch_size": 8},
