@@ -35,7 +35,7 @@ SHARED: dict[str, Any] = {
 RECIPES: dict[str, dict[str, Any]] = {
     "flow_grpo": {
         "learning_rate": 7e-4,
-        "max_steps": 300,
+        "max_steps": 240,
         "num_generations": 16,
         "generation_batch_size": 128,
         "per_device_train_batch_size": 32,
