@@ -175,30 +175,28 @@ class FlowModel(ABC):
         Returns:
             [`Conditions`] of `len(rows)` rows.
         """
-        keys = [(guidance, *self.cache_key(row)) for row in rows]
-        row_of = {self.cache_key(row): row for row in rows}
-        keys = [self.cache_key(row) for row in rows]
-        positive = {key: self._encoded(key, row) for key, row in row_of.items()}
-        conditions = positive
-        if guidance:
-            negatives = {key: {**row, "prompt": row.get("negative_prompt") or ""} for key, row in row_of.items()}
-            conditions = {
-                key: Conditions(positive[key].positive, self._encoded(self.cache_key(row), row).positive)
-                for key, row in negatives.items()
-            }
-        joined = Conditions.cat(list(conditions.values()))
-        if len(conditions) == len(keys):
+        keys: list[tuple] = []
+        parts: dict[tuple, Conditions] = {}
+        for row in rows:
+            negative = {**row, "prompt": row.get("negative_prompt") or ""} if guidance else None
+            keys.append((self.cache_key(row), negative and self.cache_key(negative)))
+            if keys[-1] not in parts:
+                positive = self._encoded(row).positive
+                parts[keys[-1]] = Conditions(positive, self._encoded(negative).positive if negative else {})
+        joined = Conditions.cat(list(parts.values()))
+        if len(parts) == len(keys):
             return joined
-        position = {key: i for i, key in enumerate(conditions)}
+        position = {key: i for i, key in enumerate(parts)}
         return joined[[position[key] for key in keys]]
 
-    def _encoded(self, key: tuple, row: dict[str, Any]) -> Conditions:
+    def _encoded(self, row: dict[str, Any]) -> Conditions:
         """
         The row's own conditions, from the cache if they are there.
 
         Rows are encoded one at a time: in a batch the last bits would depend on the other prompts, and a run that is
         resumed, or has other ranks, on how its prompts happened to be batched.
         """
+        key = (self.device, self.max_sequence_length, *self.cache_key(row))
         if key not in self._cache:
             encoded = Conditions(self.encode_rows([row]))
             if encoded.num_bytes > PROMPT_CACHE_BYTES:

@@ -59,7 +59,9 @@ class SD3Model(FlowModel):
         """Penultimate hidden states (B, 77, D) and pooled projection (B, P) of one CLIP encoder."""
         if encoder is None:
             return None
-        length = self.pipeline.tokenizer_max_length
+        # The pipeline's length is that of its first tokenizer, or 77 if that is absent.
+        first = self.pipeline.tokenizer is not None
+        length = self.pipeline.tokenizer_max_length if first else tokenizer.model_max_length
         tokens = tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
         output = encoder(tokens.input_ids.to(encoder.device), output_hidden_states=True)
         return output.hidden_states[-2], output.text_embeds
@@ -78,7 +80,7 @@ class SD3Model(FlowModel):
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
         """(C, height / f, width / f) with the VAE's factor f."""
         config, factor = self.transformer.config, self.pipeline.vae_scale_factor
-        height, width = (size or config.sample_size * factor for size in (height, width))
+        height, width = (config.sample_size * factor if size is None else size for size in (height, width))
         multiple = factor * config.patch_size
         largest = config.pos_embed_max_size * multiple
         for name, size in (("height", height), ("width", width)):
