@@ -50,20 +50,30 @@ def trained_weights(model: FlowModel, state_dict: dict[str, Tensor] | None = Non
         prefix = f"networks.{name}."
         given = state_dict and {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         if isinstance(network, PeftModel):
-            # "auto" would ask the Hub for the base model's vocabulary.
-            tensors = get_peft_model_state_dict(
-                network, state_dict=given, adapter_name=network.active_adapter, save_embedding_layers=False
-            )
-            trained = sum(1 for p in network.parameters() if p.requires_grad)
-            if len(tensors) < trained:
-                raise RunError(
-                    f"Only {len(tensors)} of {trained} trained adapter tensors of the {name} were found, so nothing "
-                    "was written: use another kind of adapter, or report this."
-                )
+            tensors = _adapter_tensors(name, network, given)
         else:
             tensors = given or network.state_dict()
         result[name] = {key: tensor.detach() for key, tensor in tensors.items()}
     return result
+
+
+def _adapter_tensors(name: str, network: PeftModel, given: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    def select(state_dict: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        # "auto" would ask the Hub for the base model's vocabulary.
+        return get_peft_model_state_dict(
+            network, state_dict=state_dict, adapter_name=network.active_adapter, save_embedding_layers=False
+        )
+
+    expected = select(None)
+    tensors = expected if given is None else select(given)
+    trained = sum(1 for p in network.parameters() if p.requires_grad)
+    if tensors.keys() != expected.keys() or len(tensors) < trained:
+        found = len(tensors.keys() & expected.keys())
+        raise RunError(
+            f"Only {found} of {trained} trained adapter tensors of the {name} were found, so nothing was written: use "
+            "another kind of adapter, or report this."
+        )
+    return tensors
 
 
 def whole_weights(weights: dict[str, dict[str, Tensor]], keep: bool) -> dict[str, dict[str, Tensor]]:
