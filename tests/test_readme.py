@@ -64,4 +64,4 @@ def test_the_readme_names_what_there_is():
     assert named["rewards"] == set(BUILTIN_REWARDS)
     assert named["rollouts"] == set(ENGINES)
     assert named["transitions"] == set(SDE_TYPES) - {"ode"}
-    assert named["trainers"] == {trainer.__name__ for trainer in TRAINERS.values()}
+    assert named["trainers"] == set(TRAINERS.values())

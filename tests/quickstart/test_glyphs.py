@@ -118,8 +118,8 @@ def test_report_tells_of_one_full_run_with_the_defaults_of_the_script(report, sc
 def test_reported_quality_leaves_room_for_reinforcement_learning(report):
     quality = report["quality"]
     assert 0.4 <= quality["heldout"]["ocr"] <= 0.6
-    assert 0.1 <= quality["heldout"]["exact"] <= 0.25
-    assert quality["heldout"]["images"] == 384
+    assert 0.05 <= quality["heldout"]["exact"] <= 0.25
+    assert quality["heldout"]["images"] == 128
     assert set(quality) == {"train", "heldout", "unseen"}
 
 
@@ -163,7 +163,7 @@ def test_measured_quality_is_the_reported_one(report, script):
     pytest.importorskip("rapidocr_onnxruntime", reason="needs the `ocr` extra")
     reported = report["quality"]["heldout"]
     measured = script.measure(GLYPHS, "heldout", seeds=report["arguments"]["eval_seeds"])
-    assert measured["images"] == 384
+    assert measured["images"] == 128
     # other machines round differently, and a picture on the edge may then be read as another letter
     assert measured["ocr"] == pytest.approx(reported["ocr"], abs=0.03)
     assert measured["exact"] == pytest.approx(reported["exact"], abs=0.03)
@@ -207,5 +207,5 @@ def test_scale_is_checked(script):
 
 
 def test_eval_seeds_are_checked(script):
-    with pytest.raises(ValueError, match=r"eval_seeds=0 must be at least 1: use 12"):
+    with pytest.raises(ValueError, match=r"eval_seeds=0 must be at least 1: use 4"):
         script.PretrainArguments(eval_seeds=0)

@@ -183,13 +183,13 @@ def test_ctrl_c_loses_nothing(tmp_path, straight, capsys, phase, step):
     assert calls in (None, [1])
 
 
-def assert_complete(folder):
+def assert_complete(folder, average=True):
     names = {path.name for path in folder.iterdir()}
+    assert ("ema" in names) == average
     assert names >= {
         "adapter_config.json",
         "adapter_model.safetensors",
         "pytorch_lora_weights.safetensors",
-        "ema",
         "omnitrl_state_0_of_1.pt",
         "optimizer.pt",
         "rng_state.pth",
@@ -222,10 +222,18 @@ def test_a_finished_run_that_is_resumed_is_left_as_it_is(tmp_path, straight):
 def test_the_same_trainer_goes_on_after_ctrl_c(tmp_path, straight):
     """In a notebook: what the broken-off rollout had begun to score is not taken for the next one's."""
     run = trainer(tmp_path, **KEPT)
-    in_evaluation(run)
+    predict, evaluating, calls = run.flow_model.predict, during(run, "evaluate"), []
+
+    def predict_and_press(*args):
+        if run.state.global_step == 2 and not evaluating:
+            calls.append(1)
+            if len(calls) == 6:  # in the second batch; the first is with the reward by now
+                press_ctrl_c()
+        return predict(*args)
+
+    run.flow_model.predict = predict_and_press
     with pytest.raises(KeyboardInterrupt):
         run.train()
-    run.flow_model.predict = type(run.flow_model).predict.__get__(run.flow_model)
     assert run.evaluate()["eval_reward"] == pytest.approx(logged(straight, "eval_reward")[1], abs=1e-6)
     run.train(resume_from_checkpoint=True)
     assert_equal(straight, run)
@@ -243,6 +251,34 @@ def test_the_second_ctrl_c_acts_at_once_and_saves_nothing_half_done(tmp_path, ca
     assert [path.name for path in (tmp_path / "out").glob("checkpoint*")] == ["checkpoint-2"]
     folder = tmp_path / "out" / "checkpoint-2"
     assert f"Interrupted at step 2: go on from {folder} with" in capsys.readouterr().err
+
+
+def test_the_second_ctrl_c_does_not_wait_for_a_checkpoint(tmp_path, capsys):
+    run = trainer(tmp_path, max_steps=STEPS)
+    losses = run.compute_row_losses
+
+    def losses_and_press(*args):
+        if run.state.global_step == 2:
+            press_ctrl_c(2)
+        return losses(*args)
+
+    run.compute_row_losses = losses_and_press
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert not list((tmp_path / "out").glob("*checkpoint*"))
+    assert (
+        "Interrupted at step 2, before any checkpoint was written: save_steps says how often"
+        in capsys.readouterr().err
+    )
+
+
+def test_ctrl_c_in_the_last_moment_is_not_lost(tmp_path):
+    """Nothing follows that could be stopped, but the program that called `train` must not go on either."""
+    run = trainer(tmp_path, max_steps=2)
+    run.add_callback(At("on_optimizer_step", 1, press_ctrl_c))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert_complete(tmp_path / "out" / "checkpoint-2", average=False)
 
 
 def test_an_error_within_an_optimizer_step_saves_nothing_half_done(tmp_path):

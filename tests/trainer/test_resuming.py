@@ -7,7 +7,7 @@ import pytest
 from peft import LoraConfig
 
 from omnitrl.errors import RunError
-from omnitrl.trainer.checkpoints import load_tensors
+from omnitrl.trainer.checkpoints import STAGING, load_tensors
 from tests.trainer.helpers import same, trainable, trainer
 
 
@@ -77,6 +77,17 @@ def test_a_checkpoint_of_several_processes_is_refused(tmp_path, saved):
     (folder / "omnitrl_state_0_of_1.pt").rename(folder / "omnitrl_state_0_of_2.pt")
     with pytest.raises(RunError, match="another number of processes than 1, and cannot be continued exactly"):
         trainer(tmp_path / "new").train(resume_from_checkpoint=str(folder))
+
+
+def test_a_checkpoint_whose_replacement_was_cut_off_is_found(tmp_path, saved):
+    """A process was killed after it had put the old folder away and before the new one had its name."""
+    out = tmp_path / "out"
+    shutil.copytree(saved / "checkpoint-1", out / "_replaced-checkpoint-1")
+    (out / STAGING / "checkpoint-1").mkdir(parents=True)
+    run = trainer(tmp_path, max_steps=2)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 2
+    assert sorted(path.name for path in out.glob("*checkpoint*")) == ["checkpoint-1"]
 
 
 def test_resuming_from_nothing_is_refused(tmp_path):
