@@ -176,8 +176,6 @@ def _sharded_like(tensor: Tensor, full: Tensor) -> Tensor:
 
 def _save_plain(network: Any, folder: Path, tensors: dict[str, Tensor]) -> list[Path]:
     network.save_config(folder)
-    for old in folder.glob(PLAIN_WEIGHTS):  # a file that is left over would be read with the others
-        old.unlink()
     save_torch_state_dict(tensors, folder, filename_pattern=PLAIN_WEIGHTS.replace("*", "{suffix}"))
     return sorted(folder.glob(PLAIN_WEIGHTS))
 
