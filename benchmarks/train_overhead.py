@@ -39,13 +39,36 @@ SAMPLES = 4
 UPDATES_AFTER = 3  # that show what comes between two training steps
 
 
+def make_config(guidance_scale: float, folder: str) -> Any:
+    """One rollout of one group, and all updates on it."""
+    from omnitrl import FlowGRPOConfig
+
+    return FlowGRPOConfig(
+        output_dir=folder,
+        beta=0.0,
+        guidance_scale=guidance_scale,
+        num_inference_steps=STEPS,
+        sde_window_strategy="first",
+        sde_window_size=TRAINED,
+        num_generations=SAMPLES,
+        per_device_train_batch_size=SAMPLES,
+        num_iterations=1 + UPDATES_AFTER,  # one rollout for all of them
+        max_steps=1 + UPDATES_AFTER,
+        learning_rate=1e-6,
+        save_strategy="no",
+        save_report=False,
+        report_to=[],
+        use_cpu=True,
+    )
+
+
 def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats: int, folder: str) -> Any:
     """A FlowGRPO trainer whose first training step is the measurement."""
     import torch
     from peft import LoraConfig
     from torch import Tensor
 
-    from omnitrl import FlowGRPOConfig, FlowGRPOTrainer
+    from omnitrl import FlowGRPOTrainer
     from omnitrl.trainer import flow_grpo_trainer, rollout_trainer
     from omnitrl.trainer.rollouts import RolloutBuffer
 
@@ -101,27 +124,10 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
                 "pooled_projections": conditions["pooled"],
             }
 
-    args = FlowGRPOConfig(
-        output_dir=folder,
-        beta=0.0,
-        guidance_scale=guidance_scale,
-        num_inference_steps=STEPS,
-        sde_window_strategy="first",
-        sde_window_size=TRAINED,
-        num_generations=SAMPLES,
-        per_device_train_batch_size=SAMPLES,
-        num_iterations=1 + UPDATES_AFTER,  # one rollout for all of them
-        max_steps=1 + UPDATES_AFTER,
-        learning_rate=1e-6,
-        save_strategy="no",
-        save_report=False,
-        report_to=[],
-        use_cpu=True,
-    )
     return TimedTrainer(
         sd3_model(geometry),
         brightness,
-        args,
+        make_config(guidance_scale, folder),
         train_dataset=["sign 1", "sign 2"],
         peft_config=LoraConfig(r=32, lora_alpha=64) if lora else None,
     )
