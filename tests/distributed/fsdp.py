@@ -22,6 +22,8 @@ from tests.trainer.helpers import logged
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}} if WORLD_SIZE > 1 else {}
+# How Accelerate's own launch configurations have the optimizer's state saved.
+IN_PARTS = {"fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}} if WORLD_SIZE > 1 else {}
 FULL = {"peft_config": None, "learning_rate": 1e-4}
 # Two network calls accumulate before the gradients of a micro-batch are exchanged, with a reference and an average.
 COMMON = {"beta": 0.5, "kl_form": "exact", "ema_decay": 0.9, **SHARDED}
@@ -122,9 +124,9 @@ def bfloat16(place):
 
 
 def resumed(place):
-    """In the midst of a rollout, where the first network call is the reference's, and at its end."""
+    """In the midst of a rollout, where the first network call is the reference's, and at its end; in both formats."""
     result = {}
-    for name, options in {"lora": {}, "full": FULL}.items():
+    for name, options in {"lora": {}, "full": {**FULL, **IN_PARTS}}.items():
         for stop in (1, 2):
             common = {
                 **COMMON,

@@ -116,6 +116,8 @@ def test_checkpoints_hold_what_is_trained_and_nothing_else(two):
     names = {path.name for path in checkpoint.rglob("*")}
     assert {"adapter_model.safetensors", "optimizer.bin", "scheduler.pt"} <= names
     assert not [name for name in names if name.startswith("pytorch_model")]
+    in_parts = two.folder / "resumed" / "full1b" / "out" / "checkpoint-1" / "optimizer_0"
+    assert len(list(in_parts.glob("*.distcp"))) == 2
 
 
 def test_the_best_checkpoint_is_loaded(two):
