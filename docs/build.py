@@ -186,6 +186,7 @@ def write_config(toctree: list[dict[str, Any]]) -> str:
         "site_dir": str(SITE),
         "nav": navigation(toctree),
         "theme": "readthedocs",
+        "extra_css": ["assets/tables.css"],
         "plugins": ["search"],
         "markdown_extensions": ["fenced_code", "tables", "toc", "attr_list", "admonition", "sane_lists"],
         "use_directory_urls": False,
