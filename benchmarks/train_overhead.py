@@ -70,7 +70,7 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
 
     from omnitrl import FlowGRPOTrainer
     from omnitrl.trainer import flow_grpo_trainer, rollout_trainer
-    from omnitrl.trainer.rollouts import RolloutBuffer
+    from omnitrl.trainer.rollouts import ReplayBatches
 
     class TimedTrainer(FlowGRPOTrainer):
         timings: dict[str, list[Timing]]
@@ -102,7 +102,7 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
             shared = {"network": (network, "forward"), "backward": (torch.Tensor, "backward")}
             watched = {
                 **shared,
-                "stack rows": (RolloutBuffer, "replay"),
+                "stack rows": (ReplayBatches, "__getitem__"),
                 "transition": [(rollout_trainer, "transition_mean"), (rollout_trainer, "transition_std")],
                 "log_prob": (rollout_trainer, "gaussian_log_prob"),
                 "loss": (flow_grpo_trainer, "clipped_policy_loss"),

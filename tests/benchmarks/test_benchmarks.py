@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks run, measure the same work on both sides, and write finite numbers; their figures are in the docs."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent.parent
+NAMES = ("rollout_overhead", "train_overhead", "memory")
+
+
+def run(name, tmp_path):
+    """The JSON that `python benchmarks/NAME.py --quick` writes."""
+    output = tmp_path / f"{name}.json"
+    command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--output", str(output)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(output.read_text("utf-8"))
+
+
+def numbers(content):
+    """All numbers in nested dicts and lists."""
+    if isinstance(content, dict):
+        content = list(content.values())
+    if isinstance(content, list):
+        return [number for item in content for number in numbers(item)]
+    return [content] if isinstance(content, int | float) and not isinstance(content, bool) else []
+
+
+def strings(content):
+    """All strings in nested dicts and lists, keys too."""
+    if isinstance(content, dict):
+        return strings([*content, *content.values()])
+    if isinstance(content, list):
+        return [text for item in content for text in strings(item)]
+    return [content] if isinstance(content, str) else []
+
+
+def check_numbers(content):
+    found = numbers(content)
+    assert len(found) > 10
+    assert all(math.isfinite(number) for number in found)
+
+
+@pytest.mark.slow
+def test_rollout_overhead_times_the_same_work(tmp_path):
+    content = run("rollout_overhead", tmp_path)
+    check_numbers(content)
+    assert [(r["batch_size"], r["guidance_scale"]) for r in content["results"]] == [(1, 1), (1, 4.5), (2, 1), (2, 4.5)]
+    for result in content["results"]:
+        assert result["largest_pixel_difference_of_ode"] <= 1  # a last bit, rounded to a pixel
+        assert all(ratio > 0 for ratios in result["ratios"].values() for ratio in ratios.values())
+        assert result["parts"]["engine, SDE + log-probs"]["log_prob"] > 0
+        assert "log_prob" not in result["parts"]["engine, ODE"]
+        assert all(parts["network"] > 0 for parts in result["parts"].values())
+
+
+@pytest.mark.slow
+def test_train_overhead_times_the_same_network(tmp_path):
+    content = run("train_overhead", tmp_path)
+    check_numbers(content)
+    assert [result["weights"] for result in content["results"]] == ["all", "LoRA r=32"]
+    full, lora = content["results"]
+    assert full["trainable_parameters"] == content["network_parameters"] > lora["trainable_parameters"]
+    for result in content["results"]:
+        assert all(parts["network"] > 0 and parts["backward"] > 0 for parts in result["parts"].values())
+        assert result["ratios"]["cpu"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="elsewhere the peak is not that of one process")
+def test_memory_grows_by_what_is_kept(tmp_path):
+    content = run("memory", tmp_path)
+    check_numbers(content)
+    (result,) = content["results"]
+    state = 4 * math.prod(content["latent_shape"])
+    assert result["kept_latent_bytes_growth"] == (32 * 5 - 8 * 2) * state  # one state more than trained steps
+    assert result["state_tensor_bytes_growth"] == result["kept_latent_bytes_growth"]
+    assert result["within"] is content["within"] is True
+    # Less than half of it would mean that something else made the peak.
+    assert result["measured_growth_bytes"] > 0.5 * result["expected_growth_bytes"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_results_are_of_full_runs_and_name_no_machine(name):
+    content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+    check_numbers(content)
+    assert content["benchmark"] == name
+    assert content["quick"] is False
+    assert {"torch", "diffusers", "cpu", "threads"} <= set(content["environment"])
+    assert not [text for text in strings(content) if text.startswith(("/", "~", "\\"))]
