@@ -73,11 +73,11 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
     from omnitrl.trainer.rollouts import ReplayBatches
 
     class TimedTrainer(FlowGRPOTrainer):
-        timings: dict[str, list[Timing]]
+        timings: dict[str, list[Timing]] | None = None
         between: list[float]
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-            if not hasattr(self, "timings"):
+            if self.timings is None:
                 self._measure(model, inputs)
                 self.between = []
             else:
