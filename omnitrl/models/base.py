@@ -138,6 +138,11 @@ class FlowModel(ABC):
         return next(self.networks.parameters()).device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the networks compute in. Asking a network costs diffusers a walk over all of its modules, each time."""
+        return next(p.dtype for p in self.networks.parameters() if p.is_floating_point())
+
+    @property
     def transformer(self) -> Any:
         """The (first) network, possibly wrapped by PEFT."""
         return self.networks[self.network_names[0]]

@@ -71,7 +71,7 @@ class SD3Model(FlowModel):
         encoder, network = self.pipeline.text_encoder_3, self.transformer
         if encoder is None:
             shape = (len(prompts), self.max_sequence_length, network.config.joint_attention_dim)
-            return torch.zeros(shape, device=self.device, dtype=network.dtype)
+            return torch.zeros(shape, device=self.device, dtype=self.dtype)
         tokens = self.pipeline.tokenizer_3(
             prompts, padding="max_length", max_length=self.max_sequence_length, truncation=True, return_tensors="pt"
         )
@@ -111,12 +111,12 @@ class SD3Model(FlowModel):
 
     def predict(self, latents: Tensor, timesteps: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """One call of `SD3Transformer2DModel`."""
-        network = self.transformer
+        network, dtype = self.transformer, self.dtype
         velocity = network(
-            hidden_states=latents.to(network.dtype),
+            hidden_states=latents.to(dtype),
             timestep=timesteps,
-            encoder_hidden_states=inputs["prompt_embeds"].to(network.dtype),
-            pooled_projections=inputs["pooled"].to(network.dtype),
+            encoder_hidden_states=inputs["prompt_embeds"].to(dtype),
+            pooled_projections=inputs["pooled"].to(dtype),
             return_dict=False,
         )[0]
         return velocity.to(latents.dtype)
