@@ -12,7 +12,7 @@ from omnitrl.errors import InputError, did_you_mean
 
 # What is evaluated before and after: name of the set -> prefix of its metrics.
 SETS = {"heldout": "eval", "train": "eval_train", "unseen": "eval_unseen"}
-WHAT = {"heldout": "held-out words", "train": "training words", "unseen": "words never seen, in pre-training either"}
+WHAT = {"heldout": "held-out words", "train": "training words", "unseen": "words never seen"}
 
 # Settings by algorithm: what it takes to learn on this model, as measured (docs/source/quickstart.md). Everything
 # else is the trainer's default.
@@ -105,8 +105,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def build_trainer(options: argparse.Namespace) -> Any:
     """The trainer of a quickstart run, as a user would write it."""
-    import warnings
-
+    _quieten_libraries()
     import torch
     from peft import LoraConfig
 
@@ -114,7 +113,6 @@ def build_trainer(options: argparse.Namespace) -> Any:
     from omnitrl.quickstart import GLYPHS, rows
     from omnitrl.trainer import get_trainer
 
-    warnings.filterwarnings("ignore", message=".*torchvision.*")
     algorithm = get_trainer(options.algo)
     settings = {**SHARED, **RECIPES[options.algo], "seed": options.seed, "use_cpu": options.device == "cpu"}
     if options.full:
@@ -139,6 +137,16 @@ def build_trainer(options: argparse.Namespace) -> Any:
         eval_dataset=rows("heldout"),
         peft_config=None if options.full else lora,
     )
+
+
+def _quieten_libraries() -> None:
+    """Leaves the terminal to the run; errors are still shown."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    for library in (transformers_logging, diffusers_logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
 
 
 def _other_sets() -> dict[str, list[dict[str, str]]]:
