@@ -4,7 +4,7 @@ The model and the words of the quickstart: a `StableDiffusion3Pipeline` of 5 MB 
 but often misspelt, which is what reinforcement learning then puts right.
 
 The model has no third text encoder, and both of diffusers and omnitrl append `max_sequence_length` zeros in its place,
-256 by default. `max_sequence_length=1` draws the same letters at a third of the cost.
+256 by default. `max_sequence_length=1` draws as well at an eighth of the cost.
 
 Example:
 
