@@ -145,6 +145,18 @@ class Timing:
     parts: dict[str, float]
 
 
+def print_parts(title: str, results: list[dict[str, Any]], key: str, label: str) -> None:
+    """Prints where the time of each case goes, in milliseconds; `key` is what results differ by beside guidance."""
+    names = list(dict.fromkeys(part for result in results for parts in result["parts"].values() for part in parts))
+    names = [name for name in names if name != "rest"] + ["rest"]
+    rows = [
+        (name, result[key], result["guidance_scale"], *(f"{1e3 * parts.get(part, 0):.2f}" for part in names))
+        for result in results
+        for name, parts in result["parts"].items()
+    ]
+    print_table(title, ("", label, "guidance", *names), rows)
+
+
 def measure(run: Callable[[], Any], watched: dict[str, Any] | None = None) -> Timing:
     """Times one call, the garbage collector being off."""
     parts = Parts()

@@ -23,6 +23,7 @@ from common import (
     medians,
     num_parameters,
     parse_args,
+    print_parts,
     print_table,
     sd3_model,
     write_json,
@@ -138,14 +139,7 @@ def show(results: list[dict[str, Any]]) -> None:
             rows.append((name, *setting, f"{result['seconds_per_sample'][name]['cpu']:.3f}", *ratio, difference))
     print_table(f"Rollout over the stock pipeline, goal {GOAL:.2f} ('loop only': without the two ends)", header, rows)
 
-    names = list(dict.fromkeys(part for result in results for parts in result["parts"].values() for part in parts))
-    names = [name for name in names if name != "rest"] + ["rest"]
-    rows = [
-        (name, result["batch_size"], result["guidance_scale"], *(f"{1e3 * parts.get(part, 0):.2f}" for part in names))
-        for result in results
-        for name, parts in result["parts"].items()
-    ]
-    print_table("Where the CPU time goes, ms per sample", ("", "batch", "guidance", *names), rows)
+    print_parts("Where the CPU time goes, ms per sample", results, "batch_size", "batch")
 
 
 def main() -> None:

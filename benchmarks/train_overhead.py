@@ -26,6 +26,7 @@ from common import (
     medians,
     num_parameters,
     parse_args,
+    print_parts,
     print_table,
     sd3_model,
     write_json,
@@ -173,14 +174,7 @@ def show(results: list[dict[str, Any]]) -> None:
     header = ("trained", "guidance", "bare, CPU s", "step, CPU s", "ratio", "wall ratio", "between steps, CPU s")
     print_table(f"Training step over bare forward and backward, goal {GOAL:.2f}", header, rows)
 
-    names = list(dict.fromkeys(part for result in results for parts in result["parts"].values() for part in parts))
-    names = [name for name in names if name != "rest"] + ["rest"]
-    rows = [
-        (name, result["weights"], result["guidance_scale"], *(f"{1e3 * parts.get(part, 0):.2f}" for part in names))
-        for result in results
-        for name, parts in result["parts"].items()
-    ]
-    print_table("Where the CPU time goes, ms", ("", "trained", "guidance", *names), rows)
+    print_parts("Where the CPU time goes, ms", results, "weights", "trained")
 
 
 def main() -> None:
