@@ -9,7 +9,7 @@ with sqrt(step size) in it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -379,3 +379,89 @@ def gaussian_log_prob(
     mean_square = sample_mean((sample - mean).square())
     log_prob = LOG_PROB_FORMS[form](mean_square, std)
     return log_prob * elements if reduction == "sum" else log_prob
+
+
+def multimodal_log_prob(log_probs: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    r"""
+    Log-probability of a step over several modalities, as video and audio: \\( \sum_m w_m \log p_m \\).
+
+    The log-ratio of two policies is then \\( \sum_m w_m \log r_m \\) with the same weights. Code bases differ in
+    them: verl-omni joins the tokens of LTX-2 and takes one mean, which is [`token_weights`]; Flow-Factory samples
+    the audio by ODE steps, which is `{"video": 1.0, "audio": 0.0}`.
+
+    Args:
+        log_probs (mapping of `str` to `Tensor` of shape `(B,)`):
+            Log-probs of each modality, see [`gaussian_log_prob`]. A modality of weight 0 may be missing, as a
+            deterministic step has no log-prob, and is not read where it is there.
+        weights (mapping of `str` to `float`):
+            Weight of each modality, at least 0, not all of them 0. They need not sum to 1.
+
+    Returns:
+        `Tensor` of shape `(B,)`, float32 (float64 if an input has it).
+
+    Raises:
+        `ValueError`: A modality has no weight, a weight above 0 has no modality, a weight is negative or not finite,
+        all are 0, or shapes differ.
+
+    Example:
+
+    ```python
+    >>> multimodal_log_prob({"video": torch.tensor([-1.0]), "audio": torch.tensor([-3.0])}, {"video": 1, "audio": 0.5})
+    tensor([-2.5000])
+    ```
+    """
+    for name in log_probs:
+        if name not in weights:
+            raise ValueError(
+                f"The modality {name!r} has no weight, got weights for {sorted(weights)}: add {name!r}: 1.0, "
+                f"or 0.0 to leave it out of the policy."
+            )
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"The weight of {name!r} must be a finite number of at least 0, got {weight}: use 1.0.")
+        if weight > 0 and name not in log_probs:
+            raise ValueError(
+                f"The modality {name!r} has weight {weight} and no log-prob, got log-probs of {sorted(log_probs)}: "
+                f"use weight 0.0 for a modality that is sampled without noise."
+            )
+    counted = [name for name, weight in weights.items() if weight > 0]
+    if not counted:
+        raise ValueError(f"No modality has a weight above 0, got {dict(weights)}: give one of them weight 1.0.")
+    check_same_shape(**{name: log_probs[name] for name in counted})
+    tensors = at_least_float32(*(log_probs[name] for name in counted))
+    total = weights[counted[0]] * tensors[0]
+    for name, log_prob in zip(counted[1:], tensors[1:], strict=True):
+        total = total + weights[name] * log_prob
+    return total
+
+
+def token_weights(sizes: Mapping[str, int]) -> dict[str, float]:
+    """
+    Weights with which [`multimodal_log_prob`] is one mean over the latent elements of all modalities together, as
+    verl-omni takes it for LTX-2: each modality counts by its size.
+
+    Args:
+        sizes (mapping of `str` to `int`):
+            Latent elements per sample of each modality (tokens times channels), above 0.
+
+    Returns:
+        `dict[str, float]`: Weights in the order of `sizes`, which sum to 1.
+
+    Raises:
+        `ValueError`: There is no modality, or a size is below 1.
+
+    Example:
+
+    ```python
+    >>> token_weights({"video": 3000, "audio": 1000})
+    {'video': 0.75, 'audio': 0.25}
+    ```
+    """
+    empty = [name for name, size in sizes.items() if size < 1]
+    if empty or not sizes:
+        raise ValueError(
+            f"Each modality has at least one latent element, got sizes {dict(sizes)}: pass {{'video': 1000}} for one "
+            f"modality, and leave out those that are not generated."
+        )
+    total = sum(sizes.values())
+    return {name: size / total for name, size in sizes.items()}

@@ -180,6 +180,20 @@ def test_case_03b_mix_grpo_dance_steps():
         assert_close(replayed - missing, stored[f"{key}_replay_log_prob_as_coded"], **CLOSE)
 
 
+@pytest.mark.parametrize("step", [1, 12])
+def test_case_03b_mix_grpo_first_order_dpm_sde_step_is_a_cps_step(step):
+    # The SDE form of DPM-Solver++(1) keeps a share exp(-h) of the next noise level, h being the step in lambda. So it
+    # is CPS with a noise level that depends on the step: cos(level * pi / 2) = exp(-h).
+    _, stored = load_case("03b")
+    now, then = stored["sigmas"][step].item(), stored["sigmas"][step + 1].item()
+    kept = (1 - now) / now * then / (1 - then)
+    table = transition_table(stored["sigmas"], "cps", math.acos(kept) * 2 / math.pi, [step])
+    mean, std = transition_mean(stored["sample"], stored["model_output"], table, step), table.std[step]
+    drawn = stored[f"dpmpp1_sde_i{step}_out"]
+    assert_close(mean + std * stored["noise"], drawn, rtol=1e-4, atol=1e-5)
+    assert_close(gaussian_log_prob(drawn, mean, std), stored[f"dpmpp1_sde_i{step}_log_prob"], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("shift", "num_steps"), [(3.0, 16), (3.0, 10), (5.0, 10)])
 def test_case_07_dance_grid(shift, num_steps):
     _, stored = load_case("07")

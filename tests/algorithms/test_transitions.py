@@ -5,10 +5,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from omnitrl.algorithms import (
+from omnitrl.algorithms.sigmas import shifted_sigmas
+from omnitrl.algorithms.transitions import (
     SDE_TYPES,
     gaussian_log_prob,
-    shifted_sigmas,
+    multimodal_log_prob,
+    token_weights,
     transition_mean,
     transition_std,
     transition_table,
@@ -70,6 +72,18 @@ def test_t2_the_data_keeps_its_coefficient(sigmas, sde_type, noise_level):
     assert_close(latents_coef * (1 - now) - velocity_coef, 1 - then, rtol=0, atol=1e-12)
 
 
+def test_t2_predicted_data_and_noise_make_the_latents(sigmas):
+    latents, velocity = normal(10, 3, 4, dtype=torch.float64), normal(10, 3, 4, seed=1, dtype=torch.float64)
+    now, then = sigmas[:-1].double().reshape(-1, 1, 1), sigmas[1:].double().reshape(-1, 1, 1)
+    data, noise = latents - now * velocity, latents + (1 - now) * velocity
+    assert_close((1 - now) * data + now * noise, latents, rtol=0, atol=1e-12)
+    # And so every mean is that of the paper, written in data and noise: CPS, and the ODE as CPS without noise.
+    for sde_type, kept in [("cps", math.cos(0.4 * math.pi)), ("ode", 1.0)]:
+        latents_coef, velocity_coef, _ = SDE_TYPES[sde_type](now, then, then[0], 0.8)
+        mean = latents_coef * latents + velocity_coef * velocity
+        assert_close(mean, (1 - then) * data + then * kept * noise, rtol=0, atol=1e-12)
+
+
 def test_t2_cps_splits_the_next_noise_level(sigmas):
     now, then = sigmas[:-1].double(), sigmas[1:].double()
     latents_coef, velocity_coef, std = SDE_TYPES["cps"](now, then, then[0], 0.8)
@@ -97,6 +111,17 @@ def test_a_first_sigma_that_rounding_moved_is_the_endpoint_too(sigmas, first):
         assert_close(ours[0], exact[0], rtol=1e-4, atol=0)
 
 
+def test_t3_and_t4_hold_in_float64(sigmas):
+    a, exact = 0.7, sigmas.double()
+    t, h = exact[:-1], exact[:-1] - exact[1:]
+    latents_coef, velocity_coef, std = SDE_TYPES["flow_sde"](t, exact[1:], exact[1], a)
+    for ours, closed in [(latents_coef[0], 1 - a**2 / 2), (velocity_coef[0], -h[0]), (std[0], a)]:
+        assert ours.item() == pytest.approx(float(closed), abs=1e-12)
+    assert_close(latents_coef[1:], 1 - a**2 * h[1:] / (2 * (1 - t[1:])), rtol=0, atol=1e-12)
+    assert_close(velocity_coef[1:], -(1 + a**2 / 2) * h[1:], rtol=0, atol=1e-12)
+    assert_close(std[1:], a * (t[1:] / (1 - t[1:]) * h[1:]).sqrt(), rtol=0, atol=1e-12)
+
+
 def test_t4_flow_closed_form(sigmas):
     a, table = 0.7, transition_table(sigmas, "flow_sde", 0.7, range(9))
     t, h = sigmas[1:-2].double(), (sigmas[1:-2] - sigmas[2:-1]).double()
@@ -122,6 +147,23 @@ def test_t5_marginals(t_next):
     excess = diffusion * h**2 / t * (1 + diffusion / (4 * t))  # of order h²: halving h quarters it
     assert residual_std("flow_sde", a, t, t_next) == pytest.approx(math.sqrt(t_next**2 + excess), rel=0.01)
     assert residual_std("cps", 0.8, t, t_next) == pytest.approx(t_next, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sde_type", "noise_level", "diffusion"), [("flow_sde", 0.7, 0.49 * 0.6 / 0.4), ("dance_sde", 0.9, 0.81)]
+)
+def test_t5_the_excess_is_quadratic_in_the_step(sde_type, noise_level, diffusion):
+    # The residual is linear in two independent unit normals (the noise and the fresh one), so its variance is exact:
+    # (latents_coef * t + velocity_coef)² + std².
+    t = torch.full((3,), 0.6, dtype=torch.float64)
+    h = torch.tensor([0.4, 0.2, 0.1], dtype=torch.float64)
+    latents_coef, velocity_coef, std = SDE_TYPES[sde_type](t, t - h, t, noise_level)
+    excess = (latents_coef * t + velocity_coef).square() + std.square() - (t - h).square()
+    assert_close(excess, diffusion * h.square() / t * (1 + diffusion / (4 * t)), rtol=1e-12, atol=0)
+    assert_close(excess[:-1] / excess[1:], torch.full((2,), 4.0, dtype=torch.float64), rtol=1e-12, atol=0)
+    # And that is what the sampled step has.
+    expected = (0.2**2 + excess[0].item()) ** 0.5
+    assert residual_std(sde_type, noise_level, 0.6, 0.2) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(("sde_type", "noise_level"), STOCHASTIC)
@@ -255,3 +297,60 @@ def test_bad_steps_and_shapes(sigmas):
         gaussian_log_prob(latents, latents, 1.0, reduction="max")
     with pytest.raises(ValueError, match="form='cps' is not known: use one of 'gaussian', 'squared_error'"):
         gaussian_log_prob(latents, latents, 1.0, form="cps")
+
+
+def test_multimodal_log_ratio_is_the_weighted_sum():
+    weights = {"video": 0.8, "audio": 0.5}
+    new = {name: normal(5, seed=seed) for seed, name in enumerate(weights)}
+    old = {name: normal(5, seed=seed + 2) for seed, name in enumerate(weights)}
+    ratio = multimodal_log_prob(new, weights) - multimodal_log_prob(old, weights)
+    expected = 0.8 * (new["video"] - old["video"]) + 0.5 * (new["audio"] - old["audio"])
+    assert_close(ratio, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(multimodal_log_prob({"image": new["video"]}, {"image": 1.0}), new["video"])
+    with_gradient = new["audio"].clone().requires_grad_()
+    multimodal_log_prob({**new, "audio": with_gradient}, weights).sum().backward()
+    assert_close(with_gradient.grad, torch.full((5,), 0.5))
+    assert multimodal_log_prob({name: value.bfloat16() for name, value in new.items()}, weights).dtype == torch.float32
+
+
+def test_token_weights_give_one_mean_over_all_elements():
+    # verl-omni's choice for LTX-2: the tokens of both modalities are one sample with one mean.
+    shapes = {"video": (6, 8), "audio": (5, 4)}
+    drawn = {name: normal(3, *shape, dtype=torch.float64) for name, shape in shapes.items()}
+    mean = {name: normal(3, *shape, seed=1, dtype=torch.float64) for name, shape in shapes.items()}
+    weights = token_weights({name: math.prod(shape) for name, shape in shapes.items()})
+    assert weights == {"video": 48 / 68, "audio": 20 / 68}
+    apart = {name: gaussian_log_prob(drawn[name], mean[name], 0.4) for name in shapes}
+    joined = [torch.cat([part[name].flatten(1) for name in shapes], 1) for part in (drawn, mean)]
+    assert_close(multimodal_log_prob(apart, weights), gaussian_log_prob(*joined, 0.4), rtol=0, atol=1e-12)
+
+
+def test_a_modality_without_a_density_has_weight_zero():
+    # Flow-Factory's choice: audio takes ODE steps, so it has no log-prob, or one that must not be read.
+    video, weights = normal(4), {"video": 1.0, "audio": 0.0}
+    assert torch.equal(multimodal_log_prob({"video": video}, weights), video)
+    assert torch.equal(multimodal_log_prob({"video": video, "audio": torch.full((4,), math.inf)}, weights), video)
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        (["video", "audio"], {"video": 1.0}, r"'audio' has no weight, got weights for \['video'\]: add 'audio': 1.0"),
+        (["video"], {"video": 1.0, "audio": 0.2}, "'audio' has weight 0.2 and no log-prob.*: use weight 0.0"),
+        (["video"], {"video": -1.0}, "weight of 'video' must be a finite number of at least 0, got -1.0: use 1.0"),
+        (["video"], {"video": math.nan}, "got nan"),
+        (["video"], {"video": 0.0}, "No modality has a weight above 0"),
+        ([], {}, "No modality has a weight above 0"),
+    ],
+)
+def test_bad_modalities(names, weights, message):
+    with pytest.raises(ValueError, match=message):
+        multimodal_log_prob({name: normal(3) for name in names}, weights)
+
+
+def test_bad_modality_shapes_and_sizes():
+    with pytest.raises(ValueError, match=r"`video` \(3,\), `audio` \(3, 1\)"):
+        multimodal_log_prob({"video": normal(3), "audio": normal(3, 1)}, {"video": 1.0, "audio": 1.0})
+    for sizes in ({}, {"video": 10, "audio": 0}):
+        with pytest.raises(ValueError, match="Each modality has at least one latent element"):
+            token_weights(sizes)
