@@ -13,13 +13,14 @@ from omnitrl.algorithms._tensors import at_least_float32, check_same_shape, per_
 
 class PolicyLoss(NamedTuple):
     """
-    The clipped policy loss of one batch of transitions, and what is worth a log line. All of shape `(B,)`.
+    A clipped policy loss, and what is worth a log line. All of the shape of the log-ratios, `(B,)` for most losses.
 
     Attributes:
         loss (`Tensor`):
             Loss of each row, with gradient.
         ratio (`Tensor`):
-            Probability ratio of the policy to the one that made the rollout, detached.
+            Probability ratio of the policy to the one that made the rollout, detached. In [`guard_policy_loss`] the
+            normalised ratio, in [`sequence_policy_loss`] that of the sequence.
         clipped_low (`Tensor`, bool):
             The ratio is below `1 - epsilon` and the advantage negative: the clip cuts the gradient.
         clipped_high (`Tensor`, bool):
@@ -33,6 +34,33 @@ class PolicyLoss(NamedTuple):
     clipped_low: Tensor
     clipped_high: Tensor
     approx_kl: Tensor
+
+
+def clipped_surrogate(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    epsilon: float,
+    epsilon_high: float | None,
+    advantage_clip: float | None,
+    delta: float | None = None,
+) -> PolicyLoss:
+    """The clipped loss of any log-ratio. The gradient flows through `log_ratio` alone."""
+    check_same_shape(log_ratio=log_ratio, advantages=advantages)
+    log_ratio, advantages = at_least_float32(log_ratio, advantages.detach())
+    if advantage_clip is not None:
+        advantages = advantages.clamp(-advantage_clip, advantage_clip)
+    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    ratio = log_ratio.exp()
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    loss = torch.maximum(-advantages * bounded, -advantages * ratio.clamp(low, high))
+    ratio = ratio.detach()
+    return PolicyLoss(
+        loss=loss,
+        ratio=ratio,
+        clipped_low=(ratio < low) & (advantages < 0),
+        clipped_high=(ratio > high) & (advantages > 0),
+        approx_kl=0.5 * log_ratio.detach().square(),
+    )
 
 
 def clipped_policy_loss(
@@ -77,33 +105,23 @@ def clipped_policy_loss(
     ```
     """
     check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
-    log_probs, old_log_probs, advantages = at_least_float32(log_probs, old_log_probs.detach(), advantages.detach())
-    if advantage_clip is not None:
-        advantages = advantages.clamp(-advantage_clip, advantage_clip)
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.exp()
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
-    ratio = ratio.detach()
-    return PolicyLoss(
-        loss=loss,
-        ratio=ratio,
-        clipped_low=(ratio < low) & (advantages < 0),
-        clipped_high=(ratio > high) & (advantages > 0),
-        approx_kl=0.5 * log_ratio.detach().square(),
-    )
+    log_probs, old_log_probs, advantages = at_least_float32(log_probs, old_log_probs.detach(), advantages)
+    return clipped_surrogate(log_probs - old_log_probs, advantages, epsilon, epsilon_high, advantage_clip)
+
+
+def stochastic_std(std: Tensor | float, like: Tensor, consequence: str) -> Tensor:
+    """`(B,)` or `(1,)` std that is above 0 for every row."""
+    std = per_row(std, like, "std")
+    if not (std > 0).all():
+        raise ValueError(f"A deterministic step has no {consequence.format(f'std={std.min().item():g}')}.")
+    return std
 
 
 def _mean_gap(mean: Tensor, mean_ref: Tensor, std: Tensor | float) -> tuple[Tensor, Tensor]:
     """`(B,)` mean squared gap of the two means, and the variance beside it."""
     check_same_shape(mean=mean, mean_ref=mean_ref)
     mean, mean_ref = at_least_float32(mean, mean_ref)
-    std = per_row(std, mean, "std")
-    if not (std > 0).all():
-        raise ValueError(
-            f"A deterministic step has no finite KL, got std={std.min().item():g}: use stochastic steps, or "
-            f"kl_form='velocity'."
-        )
+    std = stochastic_std(std, mean, "finite KL, got {}: use stochastic steps, or kl_form='velocity'")
     return sample_mean((mean - mean_ref).square()), std.square()
 
 

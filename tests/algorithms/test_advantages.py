@@ -6,6 +6,7 @@ import torch
 from torch.testing import assert_close
 
 from omnitrl.algorithms import (
+    SCALES,
     combine_rewards,
     group_advantages,
     group_std_mean,
@@ -13,6 +14,7 @@ from omnitrl.algorithms import (
     reward_advantages,
     zero_std_fraction,
 )
+from omnitrl.algorithms.advantages import BASELINES, TRIM_TAILS
 from tests.golden_cases import load_case
 
 
@@ -52,6 +54,18 @@ def test_case_04b_dance_grpo():
         both, torch.tensor([0.25, 0.75]), ids, ddof=1, eps=1e-8, batch_normalize=False
     )
     assert_close(mixed, stored["mix_advantage_aggr_w0p25_0p75"], **close)
+
+
+@pytest.mark.parametrize("trim", [0.25, 0.5])
+def test_case_04b_mix_grpo_leaves_the_lowest_rewards_out_of_mean_and_std(trim):
+    _, stored = load_case("04b")
+    rewards, ids = stored["rewards"], torch.arange(4).repeat_interleave(4)
+    ours = group_advantages(rewards, ids, ddof=1, eps=1e-8, trim=trim)
+    assert_close(ours, stored[f"mix_reward_aggr_trim_0p{trim * 100:.0f}".rstrip("0")], rtol=1e-5, atol=1e-6)
+    assert (ours[4:8] == 0).all()
+    assert ours[9] < -1.6  # the worst of its group is left out, and still gets an advantage
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    assert_close(group_advantages(rewards[order], ids[order], ddof=1, eps=1e-8, trim=trim), ours[order])
 
 
 def test_case_04b_where_the_reference_is_wrong_ours_is_zero():
@@ -97,6 +111,101 @@ def test_case_04d_groups_of_unequal_size():
     ours = normalize_then_sum_advantages(rewards, torch.ones(1), ids, eps=0.0)
     assert_close(ours.double(), stored["gdpo_unequal_groups"], rtol=1e-6, atol=1e-6)
     assert (ours[4:9] == 0).all()  # the reference has -1.3e-8 there
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "expected"),
+    [
+        ("group", "group", [-1, 1, -1, 1]),
+        ("group", "batch", [-0.5, 0.5, -1.5, 1.5]),
+        ("group", "none", [-1, 1, -3, 3]),
+        ("batch", "group", [-5, -3, 1 / 3, 7 / 3]),
+        ("batch", "batch", [-2.5, -1.5, 0.5, 3.5]),
+        ("batch", "none", [-5, -3, 1, 7]),
+        ("none", "group", [1, 3, 7 / 3, 13 / 3]),
+        ("none", "batch", [0.5, 1.5, 3.5, 6.5]),
+        ("none", "none", [1, 3, 7, 13]),
+    ],
+)
+def test_every_pair_of_baseline_and_scale(baseline, scale, expected):
+    rewards, ids = torch.tensor([1.0, 3, 7, 13]), torch.tensor([0, 0, 1, 1])  # mean 6, std sqrt(21); 2 and 1, 10 and 3
+    ours = group_advantages(rewards, ids, scale, eps=0.0, baseline=baseline)
+    factor = 2 / math.sqrt(21) if scale == "batch" else 1.0
+    assert_close(ours, factor * torch.tensor(expected), rtol=1e-6, atol=0)
+    both = torch.stack([rewards, rewards], 1)
+    several = reward_advantages(both, torch.tensor([0.25, 0.75]), ids, scale=scale, eps=0.0, baseline=baseline)
+    assert_close(several, ours, rtol=1e-6, atol=1e-7)
+    decoupled = normalize_then_sum_advantages(
+        both, torch.tensor([0.5, 1.5]), ids, scale, eps=0.0, batch_normalize=False, baseline=baseline
+    )
+    assert_close(decoupled, 2 * ours, rtol=1e-6, atol=1e-7)
+
+
+def test_case_04_and_04b_whole_batch_without_giving_up_the_groups():
+    _, stored = load_case("04b")
+    ours = group_advantages(
+        stored["rewards"], torch.arange(4).repeat_interleave(4), "batch", ddof=1, eps=1e-8, baseline="batch"
+    )
+    assert_close(ours, stored["dance_no_group"], rtol=1e-5, atol=1e-6)
+    _, stored = load_case("04")
+    ours = group_advantages(stored["rewards"], stored["group_ids"], "batch", baseline="batch")
+    assert_close(ours, stored["flow_grpo_no_tracking"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("baseline", list(BASELINES))
+@pytest.mark.parametrize("scale", list(SCALES))
+@pytest.mark.parametrize("tails", list(TRIM_TAILS))
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_law_08_equal_rewards_with_every_option(baseline, scale, tails, eps):
+    options = {"scale": scale, "eps": eps, "baseline": baseline, "trim": 0.25, "trim_tails": tails}
+    ids = torch.arange(3).repeat_interleave(4)
+    assert (group_advantages(torch.full((12,), 0.1), ids, **options) == 0).all()
+    assert group_advantages(torch.tensor([0.3]), ids[:1], **options).tolist() == [0.0]
+    assert (group_advantages(torch.full((12,), NAN), ids, **options) == 0).all()
+    # One group of equal rewards among others: nothing to learn in the group, but it may be better than the batch.
+    rewards = torch.cat([torch.full((4,), 0.1), torch.tensor([0.9, 0.2, 0.6, 0.4, 0.5, 0.7, 0.3, 0.8])])
+    ours = group_advantages(rewards, ids, **options)
+    assert ours.isfinite().all()
+    assert (ours[:4] == 0).all() == (baseline == "group" or scale == "group")
+    assert (ours[4:] != 0).sum() >= 7
+
+
+@pytest.mark.parametrize(
+    ("tails", "trim", "mean", "std"),
+    [
+        ("low", 0.2, 4.75, 3.112475),  # of 2, 3, 4, 10
+        ("low", 0.39, 4.75, 3.112475),  # rounded down to one member
+        ("low", 0.6, 7.0, 3.0),  # of 4, 10
+        ("low", 0.95, 10.0, 0.0),  # one stays
+        ("both", 0.2, 3.0, 0.816497),  # of 2, 3, 4
+        ("both", 0.4, 3.0, 0.0),
+        ("both", 0.19, 4.0, 3.162278),  # nobody
+    ],
+)
+def test_trimmed_statistics(tails, trim, mean, std):
+    rewards = torch.tensor([3.0, 10.0, 1.0, NAN, 2.0, 4.0])
+    unscaled = group_advantages(rewards, torch.zeros(6).long(), "none", trim=trim, trim_tails=tails)
+    expected = torch.where(rewards.isnan(), 0.0, rewards - mean)
+    assert_close(unscaled, expected, rtol=1e-6, atol=1e-6)
+    scaled = group_advantages(rewards, torch.zeros(6).long(), eps=0.0, trim=trim, trim_tails=tails)
+    # With one different reward left there is no std to divide by.
+    assert_close(scaled, expected / std if std else torch.zeros(6), rtol=1e-5, atol=1e-6)
+    # With one group, the batch is the group.
+    batch = group_advantages(
+        rewards, torch.zeros(6).long(), "batch", eps=0.0, baseline="batch", trim=trim, trim_tails=tails
+    )
+    assert_close(batch, scaled, rtol=1e-6, atol=0)
+
+
+def test_trim_is_a_share_of_each_group():
+    rewards, ids = torch.arange(14.0), torch.tensor([0] * 10 + [1] * 4)
+    ours = group_advantages(rewards, ids, "none", trim=0.3)  # 3 of 10 (10 * 0.3 is not below 3 here), 1 of 4
+    assert_close(ours, torch.cat([torch.arange(10.0) - 6, torch.arange(4.0) - 2]), rtol=0, atol=1e-6)
+    one_column = rewards.unsqueeze(1)
+    for aggregation in ("sum_then_normalize", "normalize_then_sum"):
+        several = reward_advantages(one_column, torch.ones(1), ids, aggregation, eps=0.0, trim=0.3, trim_tails="low")
+        plain = group_advantages(rewards, ids, eps=0.0, trim=0.3)
+        assert_close(several / several[0], plain / plain[0], rtol=1e-6, atol=1e-7)
 
 
 def test_one_success_in_four():
@@ -213,3 +322,10 @@ def test_bad_input():
         normalize_then_sum_advantages(rewards, torch.ones(1), ids)
     with pytest.raises(ValueError, match="multi_objective_aggregation='gdpo' is not known"):
         reward_advantages(rewards.unsqueeze(1), torch.ones(1), ids, "gdpo")
+    with pytest.raises(ValueError, match="baseline='prompt' is not known: use one of 'group', 'batch', 'none'"):
+        group_advantages(rewards, ids, baseline="prompt")
+    with pytest.raises(ValueError, match="trim_tails='high' is not known: use one of 'low', 'both'"):
+        group_advantages(rewards, ids, trim_tails="high")
+    for trim, tails, limit in [(-0.1, "low", "1"), (1.0, "low", "1"), (0.5, "both", "0.5"), (NAN, "low", "1")]:
+        with pytest.raises(ValueError, match=f"trim={trim} must be at least 0 and below {limit} for trim_tails="):
+            normalize_then_sum_advantages(rewards.unsqueeze(1), torch.ones(1), ids, trim=trim, trim_tails=tails)

@@ -229,6 +229,17 @@ def test_kl_forms_of_one_step():
     assert_close(reference_kl("velocity", **inputs), torch.full((2,), 0.01), rtol=1e-4, atol=0)
 
 
+def test_only_the_velocity_form_is_defined_on_the_last_step_of_cps():
+    table = transition_table(shifted_sigmas(4, 3.0), "cps", 0.8, range(3))
+    velocity, steps = normal(2, 8), torch.tensor([1, 3])
+    mean, std = transition_mean(velocity, velocity, table, steps), transition_std(velocity, table, steps)
+    inputs = {"mean": mean, "mean_ref": mean, "velocity": velocity, "velocity_ref": velocity - 0.1, "std": std}
+    assert_close(reference_kl("velocity", **inputs), torch.full((2,), 0.01), **CLOSE)
+    for form in ("exact", "flow_grpo"):
+        with pytest.raises(ValueError, match="got std=0: use stochastic steps, or kl_form='velocity'"):
+            reference_kl(form, **inputs, dt=-0.1)
+
+
 def test_bad_kl():
     mean = normal(2, 4)
     with pytest.raises(ValueError, match="kl_form='k3' is not known: use one of 'exact', 'flow_grpo', 'velocity'"):
