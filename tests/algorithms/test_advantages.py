@@ -201,6 +201,9 @@ def test_trim_is_a_share_of_each_group():
     rewards, ids = torch.arange(14.0), torch.tensor([0] * 10 + [1] * 4)
     ours = group_advantages(rewards, ids, "none", trim=0.3)  # 3 of 10 (10 * 0.3 is not below 3 here), 1 of 4
     assert_close(ours, torch.cat([torch.arange(10.0) - 6, torch.arange(4.0) - 2]), rtol=0, atol=1e-6)
+    # 0.29 * 100 is below 29 in floating point.
+    hundred = group_advantages(torch.arange(100.0), torch.zeros(100).long(), "none", trim=0.29)
+    assert_close(hundred, torch.arange(100.0) - 64, rtol=0, atol=1e-6)
     one_column = rewards.unsqueeze(1)
     for aggregation in ("sum_then_normalize", "normalize_then_sum"):
         several = reward_advantages(one_column, torch.ones(1), ids, aggregation, eps=0.0, trim=0.3, trim_tails="low")

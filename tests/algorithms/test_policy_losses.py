@@ -219,6 +219,7 @@ def test_case_05c(key, threshold, own_std):
     assert_close(out.loss.detach().mean().reshape(1), stored[f"verl_{key}_loss"], **CLOSE)
     assert_close(log_probs.grad, stored[f"verl_{key}_grad_log_prob"], **CLOSE)
     assert mean.grad is None
+    assert not (out.kl.requires_grad or out.ratio.requires_grad or out.approx_kl.requires_grad)
     assert (stored[f"verl_{key}_grad_mean"] == 0).all()
     metrics = case["metrics"][key]
     assert out.dropped.float().mean().item() == pytest.approx(metrics["actor/masked_fraction"])
@@ -255,6 +256,13 @@ def test_t13_dppo_drops_what_leads_away_and_keeps_what_leads_back():
     near = dppo_policy_loss(log_ratio, torch.zeros(5), mean_old + 0.1, mean_old, 0.5, advantages, kl_threshold=0.0201)
     assert not near.dropped.any()
     assert_close(near.loss.tolist(), [-up, down, up, -down, 0.0], rtol=1e-7, atol=0)
+
+
+def test_dppo_drops_from_the_threshold_on():
+    mean_old = torch.zeros(1, 4)
+    inputs = torch.ones(1), torch.zeros(1), mean_old + 0.5, mean_old, 1.0, torch.ones(1)  # a KL of 1/8, exactly
+    assert dppo_policy_loss(*inputs, kl_threshold=0.125).dropped.item()
+    assert not dppo_policy_loss(*inputs, kl_threshold=0.1250001).dropped.item()
 
 
 def test_dppo_drops_an_infinite_ratio_without_a_nan():
