@@ -89,7 +89,7 @@ def direct_align_levels(
     >>> sigmas = torch.linspace(1, 0, 51)
     >>> levels = direct_align_levels(sigmas, 400)
     >>> round(levels.sigma_from, 4), round(levels.sigma_to, 4)
-    (0.7002, 0.6602)
+    (0.6998, 0.6598)
     ```
     """
     _check_branch(branch)

@@ -50,6 +50,8 @@ def test_path_and_target():
     assert torch.equal(noised(clean, noise, 0.0), clean)
     assert torch.equal(noised(clean, noise, 1.0), noise)
     assert velocity_target(clean, noise).tolist() == [[-2.0, 4.0], [2.0, 2.0]]
+    # A `float` keeps its digits beside float64.
+    assert_close(noised(torch.zeros(1, 1).double(), torch.ones(1, 1).double(), 0.1).item(), 0.1, rtol=0, atol=1e-16)
     # The target is the slope of the path.
     assert_close(noised(clean, noise, 0.75) - noised(clean, noise, 0.25), 0.5 * velocity_target(clean, noise))
 
@@ -249,6 +251,9 @@ def test_case_05d_floor_of_the_weight():
     loss = MAX_ADVANTAGE * out.loss.mean() + case["parameters"]["kl_coef"] * drift
     assert_close(loss.double().reshape(1), stored["nft_floor_loss"], **GOLDEN_NFT)
     assert stored["nft_floor_weight_pos"][0] == 1e-5
+    # Off by 1e-6 at level 1, in both directions: 1e-12 over the floor of 1e-5.
+    near = nft_loss(*[torch.full((1, 4), gap, dtype=torch.float64) for gap in (1e-6, 0, 0, 0)], 1.0, torch.ones(1))
+    assert_close(near.loss, torch.tensor([1e-7], dtype=torch.float64), rtol=1e-9, atol=0)
     # An exact prediction: no error, and no division by it.
     clean, target, latents, sigma = nft_case()
     exact = nft_loss(target.requires_grad_(), target, latents, clean, sigma, torch.ones(3))
