@@ -4,6 +4,10 @@ Which steps of a rollout are stochastic, and which of those are trained.
 
 Everything here is a pure function of `(seed, step)`: all members of a group and all ranks get the same steps without
 talking to each other, and a resumed run continues where it was.
+
+A sliding window reaches the end of its range even where the stride does not divide the way: the last window then lies
+against the end, so every step of the range is covered in a cycle. (MixGRPO's own schedule cuts its last windows, down
+to an empty one.)
 """
 
 import hashlib
@@ -151,15 +155,8 @@ def sde_window(
     | `"random"` | `size` steps, the start uniform over all that fit, drawn anew every `interval` |
     | `"progressive"` | `size` steps, from the start of the range `stride` on every `interval`, then again |
     | `"decay"` | the same, staying for `interval` steps at first and falling linearly to `min_interval` at the end |
-    | `"exp_decay"` | the same, staying for `max(1, ceil(interval * exp(-decay_rate * distance)))` steps, see below |
+    | `"exp_decay"` | the same, staying for `max(1, ceil(interval * exp(-decay_rate * distance)))` steps |
     | `"scattered"` | `size` steps of the range drawn without replacement every `interval` |
-
-    The distance of `"exp_decay"` is that of the window's start from the start of the range, less `decay_start`, and
-    at least 0.
-
-    A sliding window reaches the end of the range even where the stride does not divide the way: the last window then
-    lies against the end, so every step of the range is covered in a cycle. (MixGRPO's own schedule cuts its last
-    windows, down to an empty one.)
 
     Args:
         strategy (`str`):
@@ -183,8 +180,8 @@ def sde_window(
         decay_rate (`float`, defaults to 0.1):
             How fast the stay falls per sampler step. Used by `"exp_decay"` only.
         decay_start (`int`, defaults to 0):
-            Distance from the start of the range up to which the stay is `interval`; 13 in MixGRPO. Used by
-            `"exp_decay"` only.
+            Distance of the window from the start of the range up to which the stay is `interval`; what lies beyond is
+            the `distance` of `"exp_decay"`. 13 in MixGRPO.
 
     Returns:
         `tuple[int, ...]`: Step indices, ascending, never empty.

@@ -119,9 +119,10 @@ def build_trainer(options: argparse.Namespace) -> Any:
         settings["learning_rate"] = FULL_LEARNING_RATE
     if options.steps is not None:
         settings["max_steps"] = options.steps
+    if options.control:
+        settings[algorithm.control_option] = True
     args = algorithm.config_class(
         output_dir=options.output_dir,
-        shuffle_advantages=options.control,
         eval_strategy="steps",
         eval_on_start=not options.resume,
         **settings,

@@ -72,9 +72,9 @@ class FlowModel(ABC):
     """
     A flow-matching model family: a stock diffusers pipeline, cut where reinforcement learning needs it.
 
-    A family states which pipelines it serves and implements `encode_rows`, `latent_shape`, `sigmas`, `predict` and
-    `decode`; everything else is shared. All time arguments are rows of the family's own
-    [`~omnitrl.algorithms.SigmaTable`], looked up by step index.
+    A family states which pipelines it serves and implements `encode_rows`, `latent_shape`, `sigmas`, `predict`,
+    `decode_pixels` and `encode_pixels`; everything else is shared. The sampler's time arguments are rows of the
+    family's own [`~omnitrl.algorithms.SigmaTable`], looked up by step index.
 
     Args:
         pipeline (`DiffusionPipeline`):
@@ -121,8 +121,12 @@ class FlowModel(ABC):
         """One network call: velocity (B, ...) of `latents` (B, ...) at `timesteps` (B,), without guidance."""
 
     @abstractmethod
-    def decode(self, latents: Tensor) -> list[Any]:
-        """Media of clean latents (B, ...): a PIL image per row for image families, `None` where it is not finite."""
+    def decode_pixels(self, latents: Tensor) -> Tensor:
+        """Pixels (B, 3, H, W) in [-1, 1] of clean latents (B, ...), with a gradient where one is asked for."""
+
+    @abstractmethod
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Clean latents (B, ...) of pixels (B, 3, H, W) in [-1, 1], without randomness: the mode of the encoder."""
 
     # What all families share
 
@@ -157,6 +161,35 @@ class FlowModel(ABC):
         for module in (self.networks, *self.frozen_modules):
             module.to(device)
         return self
+
+    def timesteps_of(self, sigmas: Tensor) -> Tensor:
+        """What the network is told at noise levels (B,) that need not be on a sampler's grid: 1000 sigma."""
+        return 1000 * sigmas
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> list[Any]:
+        """Media of clean latents (B, ...): a PIL image per row, `None` where the decoder's output is not finite."""
+        return images_of(self.decode_pixels(latents), self.pipeline.image_processor)
+
+    @torch.no_grad()
+    def encode_images(self, images: Sequence[Any], height: int | None = None, width: int | None = None) -> Tensor:
+        """
+        Clean latents of images, resized to the media size.
+
+        Args:
+            images (`Sequence[PIL.Image.Image]`):
+                B images of any size.
+            height, width (`int`, *optional*):
+                Media size in pixels; the checkpoint's own by default.
+
+        Returns:
+            `Tensor`: (B, ...) float32, as `latent_shape(height, width)` says.
+        """
+        shape, factor = self.latent_shape(height, width), self.pipeline.vae_scale_factor
+        pixels = self.pipeline.image_processor.preprocess(
+            [image.convert("RGB") for image in images], height=shape[-2] * factor, width=shape[-1] * factor
+        )
+        return self.encode_pixels(pixels.to(self.device)).float()
 
     def init_latents(self, noise: Tensor) -> Tensor:
         """Latents at the first sigma from unit noise (B, ...). At sigma = 1 that is the noise itself."""

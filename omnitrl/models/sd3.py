@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
-from omnitrl.models.base import FlowModel, images_of, stock_sigma_table
+from omnitrl.models.base import FlowModel, stock_sigma_table
 
 
 class SD3Model(FlowModel):
@@ -121,13 +121,17 @@ class SD3Model(FlowModel):
         )[0]
         return velocity.to(latents.dtype)
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> list[Any]:
-        """A PIL image per row, `None` where the decoder's output is not finite."""
+    def decode_pixels(self, latents: Tensor) -> Tensor:
+        """The VAE's decoder."""
         vae = self.pipeline.vae
         scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
-        pixels = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-        return images_of(pixels, self.pipeline.image_processor)
+        return vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
+
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """The mode of the VAE's encoder, shifted and scaled as the network wants it."""
+        vae = self.pipeline.vae
+        latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()
+        return (latents - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 def _join_clips(clips: list[tuple[Tensor, Tensor] | None], pooled_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

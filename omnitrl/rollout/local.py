@@ -11,8 +11,11 @@ from torch import Tensor
 
 from omnitrl.algorithms import (
     SigmaTable,
-    TransitionTable,
     gaussian_log_prob,
+    predicted_data,
+    solver_step,
+    solver_table,
+    thin_tail,
     transition_mean,
     transition_std,
     transition_table,
@@ -73,41 +76,91 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[SampleRequest], params: SamplingParams) -> Iterator[list[Trajectory]]:
         """Makes the samples batch by batch; see [`RolloutEngine.generate`]."""
-        shape = self.model.latent_shape(params.height, params.width)
-        table = self.model.sigmas(params.num_inference_steps, shape)
-        transitions = transition_table(table.sigmas, params.sde_type, params.noise_level, params.sde_steps)
+        sampler = _Sampler(self.model, params)
+        prefixes = self._shared_prefixes(requests, sampler) if params.shared_prefix else {}
         for start in range(0, len(requests), self.batch_size):
-            yield self._generate_batch(requests[start : start + self.batch_size], params, table, transitions, shape)
+            yield self._generate_batch(requests[start : start + self.batch_size], sampler, prefixes)
 
     @torch.no_grad()
     def _generate_batch(
-        self,
-        requests: Sequence[SampleRequest],
-        params: SamplingParams,
-        table: SigmaTable,
-        transitions: TransitionTable,
-        shape: tuple[int, ...],
+        self, requests: Sequence[SampleRequest], sampler: _Sampler, prefixes: dict[int | None, Tensor]
     ) -> list[Trajectory]:
-        device = self.model.device
+        model, params = self.model, sampler.params
         noises = [SampleNoise(request.seed, request.start_seed) for request in requests]
-        conditions = self.model.encode([request.row for request in requests], guidance=params.guidance_scale > 1.0)
-        latents = self.model.init_latents(torch.stack([noise.start(shape) for noise in noises]).to(device))
-        timesteps = table.timesteps.to(device)
-        kept = _Kept(params.keep_steps, len(requests))
-        for step in range(table.num_steps):
-            velocity = self._velocity(latents, timesteps[step], conditions, params.guidance_scale)
-            mean = transition_mean(latents, velocity, transitions, step)
-            if not transitions.stochastic[step]:
-                latents = mean
+        conditions = self._encode(requests, params)
+        if prefixes:
+            latents, first = torch.stack([prefixes[request.start_seed] for request in requests]), sampler.first_noise
+        else:
+            latents, first = self._start(noises, sampler.shape), 0
+        kept = _Kept(params.keep_steps, len(requests), params.keep_means)
+        latents = self._sample(latents, conditions, sampler, range(first, sampler.table.num_steps), noises, kept)
+        media = model.decode(latents) if params.decode else [None] * len(requests)
+        clean = latents if params.keep_clean else None
+        return kept.trajectories(requests, media, sampler.table, self.weight_version, clean)
+
+    def _shared_prefixes(self, requests: Sequence[SampleRequest], sampler: _Sampler) -> dict[int | None, Tensor]:
+        """Latents before the first stochastic step for each start noise, computed once."""
+        distinct = list({request.start_seed: request for request in requests}.values())
+        if sampler.first_noise == 0:
+            return {}
+        if any(request.start_seed is None for request in distinct):
+            raise ValueError("shared_prefix=True needs requests with a start_seed, which their group shares.")
+        prefixes: dict[int | None, Tensor] = {}
+        for start in range(0, len(distinct), self.batch_size):
+            part = distinct[start : start + self.batch_size]
+            noises = [SampleNoise(request.seed, request.start_seed) for request in part]
+            latents, conditions = self._start(noises, sampler.shape), self._encode(part, sampler.params)
+            with torch.no_grad():
+                latents = self._sample(latents, conditions, sampler, range(sampler.first_noise))
+            prefixes |= {request.start_seed: row.clone() for request, row in zip(part, latents, strict=True)}
+        return prefixes
+
+    def _start(self, noises: Sequence[SampleNoise], shape: tuple[int, ...]) -> Tensor:
+        return self.model.init_latents(torch.stack([noise.start(shape) for noise in noises]).to(self.model.device))
+
+    def _encode(self, requests: Sequence[SampleRequest], params: SamplingParams) -> Conditions:
+        return self.model.encode([request.row for request in requests], guidance=params.guidance_scale > 1.0)
+
+    def _sample(
+        self,
+        latents: Tensor,
+        conditions: Conditions,
+        sampler: _Sampler,
+        steps: range,
+        noises: Sequence[SampleNoise] = (),
+        kept: _Kept | None = None,
+    ) -> Tensor:
+        """Latents (B, ...) after these steps of the sampler."""
+        guidance, history = sampler.params.guidance_scale, None
+        for step in steps:
+            velocity = self._velocity(latents, sampler.timesteps[step], conditions, guidance)
+            if sampler.transitions.stochastic[step]:
+                latents, history = self._draw(latents, velocity, sampler, step, noises, kept), None
                 continue
-            std = transition_std(latents, transitions, step)
-            noise = torch.stack([noise.step(shape) for noise in noises]).to(device)
-            following = noise.mul_(std).add_(mean)
-            if step in kept.steps:
-                kept.add(latents, following, gaussian_log_prob(following, mean, std, form=params.log_prob_form))
+            following = solver_step(latents, velocity, history, sampler.solver, step)
+            if sampler.multistep:
+                history = predicted_data(latents, velocity, float(sampler.table.sigmas[step]))
             latents = following
-        media = self.model.decode(latents)
-        return kept.trajectories(requests, media, table, self.weight_version)
+        return latents
+
+    def _draw(
+        self,
+        latents: Tensor,
+        velocity: Tensor,
+        sampler: _Sampler,
+        step: int,
+        noises: Sequence[SampleNoise],
+        kept: _Kept | None,
+    ) -> Tensor:
+        """A stochastic step, recorded if it is to be kept."""
+        mean = transition_mean(latents, velocity, sampler.transitions, step)
+        std = transition_std(latents, sampler.transitions, step)
+        noise = torch.stack([noise.step(sampler.shape) for noise in noises]).to(latents.device)
+        following = noise.mul_(std).add_(mean)
+        if kept is not None and step in kept.steps:
+            log_prob = gaussian_log_prob(following, mean, std, form=sampler.params.log_prob_form)
+            kept.add(latents, following, mean, log_prob)
+        return following
 
     def _velocity(self, latents: Tensor, timestep: Tensor, conditions: Conditions, guidance_scale: float) -> Tensor:
         with self._autocast():
@@ -135,6 +188,28 @@ class LocalEngine:
         """Nothing to end."""
 
 
+class _Sampler:
+    """The tables of one way to sample, made once for all batches."""
+
+    def __init__(self, model: FlowModel, params: SamplingParams) -> None:
+        self.params = params
+        self.shape = model.latent_shape(params.height, params.width)
+        table = model.sigmas(params.num_inference_steps, self.shape)
+        if params.tail_ratio < 1 and params.sde_steps:
+            table = thin_tail(table, max(params.sde_steps), params.tail_ratio)
+        self.table = table
+        self.timesteps = table.timesteps.to(model.device)
+        self.transitions = transition_table(table.sigmas, params.sde_type, params.noise_level, params.sde_steps)
+        ode_steps = [step for step, noisy in enumerate(self.transitions.stochastic.tolist()) if not noisy]
+        self.solver = solver_table(table.sigmas, params.ode_solver, ode_steps)
+        self.multistep = bool(self.solver.history_coef.any())
+
+    @property
+    def first_noise(self) -> int:
+        """The first stochastic step, 0 if there is none."""
+        return int(self.transitions.stochastic.int().argmax())
+
+
 class _Kept:
     """
     Records the states around the kept steps of one batch, in memory that each sample owns.
@@ -143,16 +218,18 @@ class _Kept:
     freed without the rest of its batch. Consecutive steps share the state between them.
     """
 
-    def __init__(self, steps: tuple[int, ...], count: int) -> None:
+    def __init__(self, steps: tuple[int, ...], count: int, keep_means: bool) -> None:
         self.steps = tuple(sorted(steps))
         self._count = count
+        self._keep_means = keep_means
         self._recorded = 0
         self._consecutive = self.steps == tuple(range(self.steps[0], self.steps[-1] + 1)) if self.steps else False
         empty = torch.zeros(0)
         self._before = self._after = self._log_probs = [empty] * count  # per sample (K, ...), (K, ...), (K,)
+        self._means: list[Tensor | None] = [None] * count
 
-    def add(self, latents: Tensor, following: Tensor, log_prob: Tensor) -> None:
-        """Records the next kept step: states before and after it (B, ...), and log-probs (B,)."""
+    def add(self, latents: Tensor, following: Tensor, mean: Tensor, log_prob: Tensor) -> None:
+        """Records the next kept step: states before and after it and its mean (B, ...), and log-probs (B,)."""
         k = self._recorded
         if k == 0:
             self._allocate(following, log_prob)
@@ -161,6 +238,9 @@ class _Kept:
                 self._before[i][k] = latents[i]
             self._after[i][k] = following[i]
             self._log_probs[i][k] = log_prob[i]
+        for means, row in zip(self._means, mean, strict=True):
+            if means is not None:
+                means[k] = row
         self._recorded = k + 1
 
     def _allocate(self, like: Tensor, log_prob: Tensor) -> None:
@@ -172,9 +252,16 @@ class _Kept:
             self._before = [like.new_empty(steps, *shape) for _ in range(self._count)]
             self._after = [like.new_empty(steps, *shape) for _ in range(self._count)]
         self._log_probs = [log_prob.new_empty(steps) for _ in range(self._count)]
+        if self._keep_means:
+            self._means = [like.new_empty(steps, *shape) for _ in range(self._count)]
 
     def trajectories(
-        self, requests: Sequence[SampleRequest], media: list, table: SigmaTable, weight_version: int
+        self,
+        requests: Sequence[SampleRequest],
+        media: list,
+        table: SigmaTable,
+        weight_version: int,
+        clean: Tensor | None = None,
     ) -> list[Trajectory]:
         """One record per sample."""
         return [
@@ -187,6 +274,8 @@ class _Kept:
                 self._after[i],
                 self._log_probs[i],
                 weight_version=weight_version,
+                means=self._means[i],
+                clean_latents=None if clean is None else clean[i].clone(),
             )
             for i, request in enumerate(requests)
         ]

@@ -49,6 +49,8 @@ class SamplingParams:
             Classifier-free guidance, 1 or less for none.
         height, width (`int`, *optional*):
             Media size in pixels; `None` means the checkpoint's own.
+        ode_solver (`str`):
+            Solver of the deterministic steps, a key of `omnitrl.algorithms.ODE_SOLVERS`.
         sde_type (`str`):
             Transition of the stochastic steps, a key of `omnitrl.algorithms.SDE_TYPES`.
         noise_level (`float`):
@@ -57,19 +59,35 @@ class SamplingParams:
             Stochastic steps; all others are ODE steps. Empty for evaluation.
         keep_steps (`tuple[int, ...]`):
             Stochastic steps whose latents and log-probs are kept for training.
+        keep_means (`bool`):
+            Whether the mean of each kept step is recorded too.
+        keep_clean (`bool`):
+            Whether the final latents are recorded.
         log_prob_form (`str`):
             A key of `omnitrl.algorithms.LOG_PROB_FORMS`.
+        shared_prefix (`bool`):
+            Compute the deterministic steps before the first stochastic one once for all samples with one start noise.
+        tail_ratio (`float`):
+            Share of the steps after the last stochastic one that is kept, see `omnitrl.algorithms.thin_tail`.
+        decode (`bool`):
+            Whether media are made; otherwise they are `None`.
     """
 
     num_inference_steps: int
     guidance_scale: float = 1.0
     height: int | None = None
     width: int | None = None
+    ode_solver: str = "euler"
     sde_type: str = "flow_sde"
     noise_level: float = 0.7
     sde_steps: tuple[int, ...] = ()
     keep_steps: tuple[int, ...] = ()
+    keep_means: bool = False
+    keep_clean: bool = False
     log_prob_form: str = "gaussian"
+    shared_prefix: bool = False
+    tail_ratio: float = 1.0
+    decode: bool = True
 
     def __post_init__(self) -> None:
         extra = sorted(set(self.keep_steps) - set(self.sde_steps))
@@ -100,6 +118,10 @@ class Trajectory:
             (K,) under the policy that made the sample.
         weight_version (`int`):
             Optimizer steps that the policy had seen.
+        means (`Tensor`, *optional*):
+            (K, ...) mean of each kept step under the policy that made the sample.
+        clean_latents (`Tensor`, *optional*):
+            (...) the final latents.
     """
 
     request: SampleRequest
@@ -110,6 +132,19 @@ class Trajectory:
     next_latents: Tensor
     log_probs: Tensor
     weight_version: int
+    means: Tensor | None = None
+    clean_latents: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What was recorded, by the names of the arguments."""
+        recorded = {
+            "latents": self.latents,
+            "next_latents": self.next_latents,
+            "log_probs": self.log_probs,
+            "means": self.means,
+            "clean_latents": self.clean_latents,
+        }
+        return {name: tensor for name, tensor in recorded.items() if tensor is not None}
 
 
 @dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trainer and one config per algorithm, and the thin base that they share; imported when they are first used."""
+"""One trainer and one config per algorithm, and the thin bases that they share; imported when they are first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -8,25 +8,32 @@ from omnitrl.errors import InputError, did_you_mean
 
 
 if TYPE_CHECKING:
-    from omnitrl.trainer.flow_grpo_config import FlowGRPOConfig
-    from omnitrl.trainer.flow_grpo_trainer import FlowGRPOTrainer
-    from omnitrl.trainer.rollout_config import RolloutConfig
-    from omnitrl.trainer.rollout_trainer import RolloutTrainer
+    from omnitrl.trainer.sampling_trainer import SamplingTrainer
 
-_LAZY = {
-    "FlowGRPOConfig": "omnitrl.trainer.flow_grpo_config",
-    "FlowGRPOTrainer": "omnitrl.trainer.flow_grpo_trainer",
-    "RolloutConfig": "omnitrl.trainer.rollout_config",
-    "RolloutTrainer": "omnitrl.trainer.rollout_trainer",
+TRAINERS: dict[str, str] = {
+    "flow_grpo": "FlowGRPOTrainer",
 }
-
-TRAINERS: dict[str, str] = {"flow_grpo": "FlowGRPOTrainer"}
 """Name on the command line → class. Tests run over these, so that a new trainer is tested by being listed."""
 
-__all__ = ["TRAINERS", "FlowGRPOConfig", "FlowGRPOTrainer", "RolloutConfig", "RolloutTrainer", "get_trainer"]
+# The classes of an algorithm `x` are in `x_trainer.py` and `x_config.py`.
+_LAZY: dict[str, str] = {
+    "BaseConfig": "base_config",
+    "RolloutConfig": "rollout_config",
+    "ReplayConfig": "replay_config",
+    "MatchingConfig": "matching_config",
+    "SamplingTrainer": "sampling_trainer",
+    "RolloutTrainer": "rollout_trainer",
+    "ReplayTrainer": "replay_trainer",
+    "PolicyGradientTrainer": "replay_trainer",
+    "MatchingTrainer": "matching_trainer",
+    **{trainer: f"{name}_trainer" for name, trainer in TRAINERS.items()},
+    **{trainer.removesuffix("Trainer") + "Config": f"{name}_config" for name, trainer in TRAINERS.items()},
+}
+
+__all__ = ["TRAINERS", "get_trainer", *_LAZY]
 
 
-def get_trainer(name: str) -> type["RolloutTrainer"]:
+def get_trainer(name: str) -> type["SamplingTrainer"]:
     """
     The trainer class of an algorithm.
 
@@ -52,6 +59,6 @@ def get_trainer(name: str) -> type["RolloutTrainer"]:
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'omnitrl.trainer' has no attribute {name!r}")
-    value = getattr(import_module(_LAZY[name]), name)
+    value = getattr(import_module(f"omnitrl.trainer.{_LAZY[name]}"), name)
     globals()[name] = value
     return value

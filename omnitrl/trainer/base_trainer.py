@@ -18,7 +18,6 @@ from diffusers.training_utils import EMAModel
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import (
     PrinterCallback,
     ProgressCallback,
@@ -34,6 +33,8 @@ from omnitrl.errors import InputError, RunError
 from omnitrl.models import FlowModel, Policy, load_flow_model
 from omnitrl.report import Progress, ReportCallback, RunSummary
 from omnitrl.trainer.adapters import attach_adapters, has_adapters
+from omnitrl.trainer.averages import local
+from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.checkpoints import (
     STAGING,
     checkpoint_name,
@@ -47,7 +48,6 @@ from omnitrl.trainer.checkpoints import (
 from omnitrl.trainer.hub import HubTrainer
 from omnitrl.trainer.interrupts import Interrupts
 from omnitrl.trainer.metrics import MetricStore
-from omnitrl.trainer.rollout_config import RolloutConfig
 from omnitrl.trainer.saving import (
     DIFFUSERS_LORA_EMA,
     load_networks,
@@ -77,7 +77,7 @@ class BaseTrainer(HubTrainer):
     Args:
         model:
             Hub id, folder, loaded pipeline or [`FlowModel`].
-        args ([`RolloutConfig`]):
+        args ([`BaseConfig`]):
             Options.
         peft_config (`PeftConfig` or `str`, *optional*):
             New adapters, or a folder or Hub id of saved ones to go on with; `None` trains all weights.
@@ -87,8 +87,8 @@ class BaseTrainer(HubTrainer):
             As in `transformers.Trainer`.
     """
 
-    args: RolloutConfig
-    config_class: ClassVar[type[RolloutConfig]] = RolloutConfig
+    args: BaseConfig
+    config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _name: ClassVar[str]
     _paper: ClassVar[dict[str, str]]
     _tag_names: ClassVar[tuple[str, ...]] = ("omnitrl",)
@@ -99,7 +99,7 @@ class BaseTrainer(HubTrainer):
     def __init__(
         self,
         model: ModelLike,
-        args: RolloutConfig,
+        args: BaseConfig,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         callbacks: Sequence[TrainerCallback] | None = None,
@@ -139,7 +139,7 @@ class BaseTrainer(HubTrainer):
 
     # Set-up
 
-    def _load_model(self, model: ModelLike, args: RolloutConfig) -> FlowModel:
+    def _load_model(self, model: ModelLike, args: BaseConfig) -> FlowModel:
         if isinstance(model, str | Path):
             kwargs = {"dtype": _load_dtype(args), **_as_dict(args.model_init_kwargs)}
             return load_flow_model(model, args.max_sequence_length, **kwargs)
@@ -150,7 +150,7 @@ class BaseTrainer(HubTrainer):
             )
         return load_flow_model(model, args.max_sequence_length)
 
-    def _summary(self, args: RolloutConfig) -> RunSummary:
+    def _summary(self, args: BaseConfig) -> RunSummary:
         adapter = has_adapters(self.flow_model)
         where = args.hub_model_id or args.output_dir
         return RunSummary(
@@ -375,7 +375,7 @@ class BaseTrainer(HubTrainer):
         """What a checkpoint holds beyond the Trainer's own state; subclasses add to it."""
         if self.ema is None:
             return {}
-        shadow = [_local(p) for p in self.ema.shadow_params]
+        shadow = [local(p) for p in self.ema.shadow_params]
         return {"ema": {"shadow_params": shadow, "optimization_step": self.ema.optimization_step}}
 
     def _load_state(self, state: dict[str, Any]) -> None:
@@ -385,7 +385,7 @@ class BaseTrainer(HubTrainer):
     def _load_ema(self, state: dict[str, Any]) -> None:
         if self.ema is not None:
             for p, saved in zip(self.ema.shadow_params, state["ema"]["shadow_params"], strict=True):
-                _local(p).copy_(saved)
+                local(p).copy_(saved)
             self.ema.optimization_step = state["ema"]["optimization_step"]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -510,24 +510,19 @@ def _say_nothing(text: str) -> None:
     """For the processes whose words would be the main one's again."""
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor; of a whole one, all of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _as_dict(value: dict | str | None) -> dict[str, Any]:
     """`TrainingArguments` has turned a JSON string into a dict by now."""
     return dict(value) if isinstance(value, dict) else {}
 
 
-def _load_dtype(args: RolloutConfig) -> torch.dtype:
+def _load_dtype(args: BaseConfig) -> torch.dtype:
     """Weights are loaded in the precision that the network runs in; trained ones are float32 in any case."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
 
 
-def _check_output_dir(args: RolloutConfig) -> None:
+def _check_output_dir(args: BaseConfig) -> None:
     folder = Path(str(args.output_dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,10 +15,10 @@ from omnitrl.trainer.metrics import gather_list
 
 
 if TYPE_CHECKING:
-    from omnitrl.trainer.rollout_trainer import RolloutTrainer
+    from omnitrl.trainer.sampling_trainer import SamplingTrainer
 
 
-def evaluate_prompts(trainer: RolloutTrainer, dataset: Any, prefix: str) -> dict[str, float]:
+def evaluate_prompts(trainer: SamplingTrainer, dataset: Any, prefix: str) -> dict[str, float]:
     """
     Scores every prompt of `dataset` `num_generations_eval` times, whatever the number of ranks.
 
@@ -45,8 +45,8 @@ def evaluate_prompts(trainer: RolloutTrainer, dataset: Any, prefix: str) -> dict
     rows, images = _score(trainer, padded, prefix, wanted=args.num_samples_to_save if first == 0 else 0)
     gathered = gather_list(rows[: len(mine)])
     rewards = torch.tensor(gathered, dtype=torch.float32)  # (N, F)
-    total = trainer.rewards.total(rewards)
-    metrics = _metrics(trainer.rewards.names, rewards, total, prefix)
+    total = torch.full((len(rewards),), math.nan) if trainer.rewards is None else trainer.rewards.total(rewards)
+    metrics = {} if trainer.rewards is None else _metrics(trainer.rewards.names, rewards, total, prefix)
     metrics[f"{prefix}_runtime"] = round(time.perf_counter() - started, 3)
     samples = [
         Sample(prompt=request.row["prompt"], image=image, reward=float(reward))
@@ -59,7 +59,7 @@ def evaluate_prompts(trainer: RolloutTrainer, dataset: Any, prefix: str) -> dict
 
 
 def _score(
-    trainer: RolloutTrainer, requests: list[SampleRequest], prefix: str, wanted: int
+    trainer: SamplingTrainer, requests: list[SampleRequest], prefix: str, wanted: int
 ) -> tuple[list[list[float]], list[Any]]:
     """Reward rows of `requests`, and the media of the first `wanted`."""
     args = trainer.args

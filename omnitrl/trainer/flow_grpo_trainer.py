@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from omnitrl.algorithms import clipped_policy_loss, reference_kl, transition_mean
-from omnitrl.trainer.adapters import ReferencePolicy
+from omnitrl.algorithms import clipped_policy_loss
 from omnitrl.trainer.flow_grpo_config import FlowGRPOConfig
-from omnitrl.trainer.rollout_trainer import RolloutTrainer
+from omnitrl.trainer.replay_trainer import PolicyGradientTrainer, Replayed
 from omnitrl.trainer.rollouts import ReplayBatch, RolloutBuffer
 
 
-class FlowGRPOTrainer(RolloutTrainer):
+class FlowGRPOTrainer(PolicyGradientTrainer):
     """
     Trainer for [Flow-GRPO](https://huggingface.co/papers/2505.05470).
 
@@ -74,47 +73,16 @@ class FlowGRPOTrainer(RolloutTrainer):
     }
     args: FlowGRPOConfig
 
-    def _set_up_algorithm(self) -> None:
-        self.reference = ReferencePolicy(self.flow_model) if self.args.beta else None
-
-    def compute_row_losses(self, model: nn.Module, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor:
-        """Clipped policy loss plus `beta` times the KL to the reference, (R,)."""
+    def policy_loss(self, replayed: Replayed, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor:
+        """The clipped policy loss, (R,)."""
         args = self.args
-        reference_velocity = self._reference_velocity(model, batch, buffer)
-        velocity, mean, std, log_probs = self.replay(model, batch, buffer)
         policy = clipped_policy_loss(
-            log_probs, batch.old_log_probs, batch.advantages, args.epsilon, args.epsilon_high, args.advantage_clip
+            replayed.log_probs,
+            batch.old_log_probs,
+            batch.advantages,
+            args.epsilon,
+            args.epsilon_high,
+            args.advantage_clip,
         )
-        self.log_policy(policy, log_probs - batch.old_log_probs, buffer)
-        if reference_velocity is None:
-            return policy.loss
-        kl = self._kl(velocity, reference_velocity, mean, std, batch, buffer)
-        self.metrics.add("kl", kl)
-        return policy.loss + args.beta * kl
-
-    def _reference_velocity(self, model: nn.Module, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor | None:
-        if self.reference is None:
-            return None
-        with self.reference.velocity(model) as velocity:
-            return self.call_policy(velocity, batch, buffer.table)
-
-    def _kl(
-        self,
-        velocity: Tensor,
-        reference_velocity: Tensor,
-        mean: Tensor,
-        std: Tensor,
-        batch: ReplayBatch,
-        buffer: RolloutBuffer,
-    ) -> Tensor:
-        """KL of each row to the reference, (R,), in the form that `kl_form` names."""
-        sigmas = buffer.table.sigmas
-        return reference_kl(
-            self.args.kl_form,
-            mean=mean,
-            mean_ref=transition_mean(batch.latents, reference_velocity, buffer.transitions, batch.steps),
-            velocity=velocity,
-            velocity_ref=reference_velocity,
-            std=std,
-            dt=sigmas[batch.steps + 1] - sigmas[batch.steps],
-        )
+        self.log_clipping(policy)
+        return policy.loss

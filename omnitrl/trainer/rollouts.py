@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,10 @@ from omnitrl.algorithms import SigmaTable, TransitionTable
 from omnitrl.data import PromptStream
 from omnitrl.models import Conditions
 from omnitrl.rollout import SampleRequest, Trajectory, stable_seed
+
+
+Units = list[tuple[int, ...]]
+"""Sample numbers that are trained together: one sample each, or the two of a pair."""
 
 
 @dataclass(frozen=True)
@@ -84,20 +88,26 @@ class ReplayBatch:
             (R, ...) states before and after the step.
         steps (`Tensor`):
             (R,) step indices into the rollout's tables.
+        timesteps (`Tensor`):
+            (R,) what the network is told of the noise level.
         old_log_probs (`Tensor`):
             (R,).
         advantages (`Tensor`):
-            (R,).
+            (R,), or (R, A) for a trainer with several losses.
         conditions ([`Conditions`]):
             R rows.
+        old_means (`Tensor`, *optional*):
+            (R, ...) mean of the step when it was drawn, for trainers that keep it.
     """
 
     latents: Tensor
     next_latents: Tensor
     steps: Tensor
+    timesteps: Tensor
     old_log_probs: Tensor
     advantages: Tensor
     conditions: Conditions
+    old_means: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -117,7 +127,9 @@ class RolloutBuffer:
         trajectories (`list[Trajectory]`):
             This rank's samples, media already dropped.
         advantages (`Tensor`):
-            (N,) of these samples.
+            (N,) of these samples, or (N, A) for a trainer with several losses.
+        units (`list[tuple[int, ...]]`):
+            What is trained of them: sample numbers that stay together in a micro-batch.
         conditions ([`Conditions`]):
             One row per sample, or per distinct prompt with `condition_rows`.
         condition_rows (`list[int]`):
@@ -125,17 +137,26 @@ class RolloutBuffer:
         table ([`~omnitrl.algorithms.SigmaTable`]), transitions ([`~omnitrl.algorithms.TransitionTable`]):
             The grid.
         seed (`int`):
-            Shuffles the samples, anew in each iteration.
+            Shuffles the units, anew in each iteration.
+        extras (`dict[str, Tensor]`):
+            What a trainer computes once of a rollout, each with the samples as first dimension.
     """
 
     index: int
     trajectories: list[Trajectory]
     advantages: Tensor
+    units: Units
     conditions: Conditions
     condition_rows: list[int]
     table: SigmaTable
     transitions: TransitionTable
     seed: int
+    extras: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_trained(self) -> int:
+        """Samples that are trained."""
+        return sum(len(unit) for unit in self.units)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -148,12 +169,16 @@ class RolloutBuffer:
         return self.trajectories[0].latents[0].numel()
 
     def samples_of(self, position: int, batch_size: int) -> list[int]:
-        """Sample numbers of micro-batch `position`, counted over all iterations."""
-        per_iteration = len(self.trajectories) // batch_size
+        """Sample numbers of micro-batch `position` of `batch_size` units, counted over all iterations."""
+        per_iteration = len(self.units) // batch_size
         iteration, place = divmod(position, per_iteration)
         generator = torch.Generator().manual_seed(stable_seed(self.seed, "order", self.index, iteration))
-        order = torch.randperm(len(self.trajectories), generator=generator).tolist()
-        return order[place * batch_size : (place + 1) * batch_size]
+        order = torch.randperm(len(self.units), generator=generator).tolist()
+        return [sample for i in order[place * batch_size : (place + 1) * batch_size] for sample in self.units[i]]
+
+    def conditions_of(self, samples: list[int]) -> Conditions:
+        """A row of conditions for each of these samples."""
+        return self.conditions[[self.condition_rows[i] for i in samples]]
 
     def replay(self, samples: list[int], timesteps_per_forward: int) -> ReplayBatches:
         """All trained steps of some samples, `timesteps_per_forward` of them in each batch."""
@@ -165,11 +190,11 @@ class RolloutBuffer:
             "index": self.index,
             "prompts": [t.request.row["prompt"] for t in self.trajectories],
             "advantages": self.advantages,
+            "units": [list(unit) for unit in self.units],
+            "extras": self.extras,
+            "steps": self.steps,
             # Two views of one storage per sample: torch.save keeps them so.
-            "samples": [
-                {"latents": t.latents, "next_latents": t.next_latents, "log_probs": t.log_probs}
-                for t in self.trajectories
-            ],
+            "samples": [t.tensors() for t in self.trajectories],
             "weight_version": self.trajectories[0].weight_version,
         }
 
@@ -209,11 +234,15 @@ class ReplayBatches(Sequence[ReplayBatch]):
         chosen = [(trajectories[i], k) for k in self._columns[index] for i in samples]
         rows = samples * len(self._columns[index])
         device = trajectories[0].latents.device
+        steps = torch.tensor([t.steps[k] for t, k in chosen], device=device)
+        means = None if trajectories[0].means is None else [t.means[k] for t, k in chosen if t.means is not None]
         return ReplayBatch(
             latents=torch.stack([t.latents[k] for t, k in chosen]),
             next_latents=torch.stack([t.next_latents[k] for t, k in chosen]),
-            steps=torch.tensor([t.steps[k] for t, k in chosen], device=device),
+            steps=steps,
+            timesteps=self._buffer.table.timesteps[steps],
             old_log_probs=torch.stack([t.log_probs[k] for t, k in chosen]),
             advantages=self._buffer.advantages[rows].to(device),
-            conditions=self._buffer.conditions[[self._buffer.condition_rows[i] for i in rows]],
+            conditions=self._buffer.conditions_of(rows),
+            old_means=None if means is None else torch.stack(means),
         )

@@ -25,8 +25,8 @@ class Scoring:
     each round, so that nothing of a round that was broken off is taken for the next one's.
 
     Args:
-        rewards ([`~omnitrl.rewards.RewardRunner`]):
-            Calls the rewards of this rank.
+        rewards ([`~omnitrl.rewards.RewardRunner`], *optional*):
+            Calls the rewards of this rank; without one, samples have no reward.
         interrupts ([`Interrupts`]):
             Ctrl-C, which ends the wait at once.
         world_size (`int`):
@@ -35,17 +35,20 @@ class Scoring:
             Passed on to the rewards.
     """
 
-    def __init__(self, rewards: RewardRunner, interrupts: Interrupts, world_size: int, state: Any) -> None:
-        rewards.discard()
+    def __init__(self, rewards: RewardRunner | None, interrupts: Interrupts, world_size: int, state: Any) -> None:
+        if rewards is not None:
+            rewards.discard()
         self._rewards = rewards
         self._interrupts = interrupts
         self._world_size = world_size
         self._state = state
         self._error: RewardError | None = None
+        self._submitted = 0
 
     def submit(self, batch: Sequence[Trajectory]) -> None:
         """Starts the rewards of a batch that has just been decoded."""
-        if self._error is not None:
+        self._submitted += len(batch)
+        if self._error is not None or self._rewards is None:
             return
         try:
             self._rewards.submit([t.request.row for t in batch], [t.media for t in batch], self._state)
@@ -65,6 +68,9 @@ class Scoring:
             [`~omnitrl.rewards.RewardError`]: a reward of this rank is broken.
             [`~omnitrl.errors.RunError`]: one of another rank is; the sentence is that rank's.
         """
+        if self._rewards is None:
+            nothing = torch.zeros(self._submitted, 0)
+            return RewardBatch(nothing, {}, {}, nothing.bool(), {})
         scored = None
         if self._error is None:
             try:

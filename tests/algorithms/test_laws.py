@@ -44,7 +44,7 @@ def test_law_05_the_last_step_is_refused_as_an_sde_step(sde_type):
         transition_table(shifted_sigmas(4, 3.0), sde_type, 0.5, [3])
 
 
-@pytest.mark.parametrize("strategy", ["random", "progressive", "first"])
+@pytest.mark.parametrize("strategy", [name for name in WINDOW_STRATEGIES if name != "all"])
 def test_law_07_window_is_a_function_of_seed_and_step(strategy):
     def run(order):
         return {step: sde_window(strategy, 10, 2, (0, 6), seed=11, step=step) for step in order}

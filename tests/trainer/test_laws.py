@@ -57,7 +57,7 @@ def test_law_01_replay_by_a_new_object_has_ratio_one(tmp_path, algorithm, sde_ty
     for position in range(2):  # micro-batches as in training: shuffled members of both groups
         for batch in restored.replay(restored.samples_of(position, 4), timesteps_per_forward=1):
             with torch.no_grad():
-                _, _, _, log_probs = again.replay(again.model, batch, restored)
+                log_probs = again.replay(again.model, batch, restored).log_probs
             assert batch.old_log_probs.std() > 1e-4  # not one number everywhere, and finite
             assert (torch.exp(log_probs - batch.old_log_probs) - 1).abs().max() <= 1e-6
             rows += len(batch)
@@ -71,7 +71,7 @@ def test_law_01_batches_of_another_size_differ_in_the_last_bits_only(tmp_path):
     buffer = fresh_rollout(run)
     batch = all_rows(buffer)  # 24 rows in a call, 4 in the rollout
     with torch.no_grad():
-        _, _, _, log_probs = run.replay(run.model, batch, buffer)
+        log_probs = run.replay(run.model, batch, buffer).log_probs
     assert (log_probs - batch.old_log_probs).abs().max() <= 1e-5
 
 
@@ -88,7 +88,7 @@ def test_law_01_guidance_that_is_trained_is_that_of_the_old_log_probs(tmp_path):
     buffer = fresh_rollout(run)
     batch = all_rows(buffer)
     with torch.no_grad():
-        _, _, _, log_probs = run.replay(run.model, batch, buffer)
+        log_probs = run.replay(run.model, batch, buffer).log_probs
     assert (log_probs - batch.old_log_probs).abs().max() <= 1e-5  # batches of other sizes
     unguided = trainer(tmp_path, guidance_scale=4.0, max_steps=2)
     guided = all_rows(fresh_rollout(unguided))

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of trainers that replay the transitions of their rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from omnitrl.algorithms import (
+    KL_FORMS,
+    LOG_PROB_FORMS,
+    SDE_TYPES,
+    WINDOW_STRATEGIES,
+    sde_window,
+    trained_steps,
+    transition_table,
+)
+from omnitrl.errors import InputError
+from omnitrl.trainer.base_config import check_choice, check_positive
+from omnitrl.trainer.rollout_config import RolloutConfig
+
+
+@dataclass
+class ReplayConfig(RolloutConfig):
+    """
+    Options of trainers whose rollouts have stochastic steps, which are run through the network again in training.
+
+    See [`RolloutConfig`] for the rest. Without `guidance_scale_train`, the replay is guided as the rollout was. With
+    another value that policy is trained, guided or (at 1) unguided, on the samples; its old log-probs are computed
+    before the first update, which costs one more network call for each trained step.
+    """
+
+    _at_least: ClassVar[dict[str, float]] = {
+        **RolloutConfig._at_least,
+        "timesteps_per_forward": 1,
+        "sde_window_interval": 1,
+        "sde_window_min_interval": 1,
+        "sde_window_stride": 1,
+        "sde_window_decay_rate": 0,
+        "sde_window_decay_start": 0,
+    }
+
+    # Which steps are stochastic, and which are trained
+    sde_type: str = field(
+        default="flow_sde", metadata={"help": "Transition of stochastic steps: 'flow_sde', 'dance_sde' or 'cps'."}
+    )
+    noise_level: float = field(default=0.7, metadata={"help": "The papers' `a` (flow_sde) or `eta`."})
+    log_prob_form: str = field(
+        default="gaussian",
+        metadata={"help": "'gaussian', or 'squared_error': without variance and normaliser, as CPS code bases use."},
+    )
+    sde_window_strategy: str = field(
+        default="all",
+        metadata={
+            "help": "How stochastic steps are chosen: 'all', 'first', 'random', 'scattered', 'progressive', 'decay', "
+            "'exp_decay'."
+        },
+    )
+    sde_window_size: int | None = field(default=None, metadata={"help": "Stochastic steps in a window."})
+    sde_window_range: list[int] | None = field(
+        default=None, metadata={"help": "Start (in) and end (out) of the steps that a window may cover."}
+    )
+    sde_window_interval: int = field(default=1, metadata={"help": "Rollouts that a window stays for (its longest)."})
+    sde_window_stride: int = field(
+        default=1, metadata={"help": "Steps that a 'progressive' or decaying window moves on by."}
+    )
+    sde_window_min_interval: int = field(
+        default=1, metadata={"help": "Rollouts that a 'decay' window stays for at the end of its range."}
+    )
+    sde_window_decay_rate: float = field(
+        default=0.1, metadata={"help": "Rate at which the stay of an 'exp_decay' window falls with its start."}
+    )
+    sde_window_decay_start: int = field(
+        default=13, metadata={"help": "Start of an 'exp_decay' window from which on its stay falls."}
+    )
+    timestep_fraction: float = field(default=1.0, metadata={"help": "Share of the stochastic steps that is trained."})
+    timesteps_per_forward: int = field(
+        default=1, metadata={"help": "Trained steps of a micro-batch in one network call; more is faster, and larger."}
+    )
+
+    # Work that rollouts save
+    shared_prefix: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute the deterministic steps before the first stochastic one once for a group, which then "
+            "branches; needs `same_init_noise`."
+        },
+    )
+    tail_ratio: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of the steps after the last stochastic one that rollouts keep; 0.4 in MixGRPO-Flash."
+        },
+    )
+
+    # Derived
+
+    def window(self, rollout: int) -> tuple[int, ...]:
+        """The stochastic steps of a rollout, a function of the seed and its number only."""
+        bounds = None if self.sde_window_range is None else (self.sde_window_range[0], self.sde_window_range[1])
+        return sde_window(
+            self.sde_window_strategy,
+            self.num_inference_steps,
+            self.sde_window_size,
+            bounds,
+            self.seed,
+            rollout,
+            interval=self.sde_window_interval,
+            stride=self.sde_window_stride,
+            min_interval=self.sde_window_min_interval,
+            decay_rate=self.sde_window_decay_rate,
+            decay_start=self.sde_window_decay_start,
+        )
+
+    def trained_steps(self, rollout: int) -> tuple[int, ...]:
+        """Those of the rollout's stochastic steps that are trained."""
+        return trained_steps(self.window(rollout), self.timestep_fraction, self.seed, rollout)
+
+    # Checks
+
+    def _check_choices(self) -> None:
+        super()._check_choices()
+        check_choice("sde_type", self.sde_type, [name for name in SDE_TYPES if name != "ode"])
+        check_choice("log_prob_form", self.log_prob_form, LOG_PROB_FORMS)
+        check_choice("sde_window_strategy", self.sde_window_strategy, WINDOW_STRATEGIES)
+
+    def _check_ranges(self) -> None:
+        super()._check_ranges()
+        if self.sde_window_range is not None and len(self.sde_window_range) != 2:
+            raise InputError(f"sde_window_range={self.sde_window_range} must be a start and an end: use 0 5.")
+        for name in ("timestep_fraction", "tail_ratio"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise InputError(f"{name}={value} must be in (0, 1]: use 1.0 for all.")
+        if not self.noise_level > 0:
+            raise InputError(
+                f"noise_level={self.noise_level} makes rollouts deterministic, so there is no log-prob to train: "
+                "use a value above 0, such as 0.7."
+            )
+        if self.shared_prefix and not self.same_init_noise:
+            raise InputError(
+                "shared_prefix=True needs members that start from one noise: set same_init_noise=True too."
+            )
+        try:
+            levels = torch.linspace(1, 0, self.num_inference_steps + 1)
+            transition_table(levels, self.sde_type, self.noise_level, self.window(0))
+            self.trained_steps(0)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+
+@dataclass
+class PolicyGradientConfig(ReplayConfig):
+    """Options of trainers that weight the log-probs of their transitions by advantages; see [`ReplayConfig`]."""
+
+    beta: float = field(default=0.0, metadata={"help": "Weight of the KL to the reference policy; 0 for none."})
+    kl_form: str = field(
+        default="flow_grpo",
+        metadata={
+            "help": "Form of the KL: 'flow_grpo' (the authors', without the step size), 'exact' (of the two "
+            "Gaussians, per latent element) or 'velocity' (squared velocity difference). Weights do not carry over."
+        },
+    )
+
+    def _check_choices(self) -> None:
+        super()._check_choices()
+        check_choice("kl_form", self.kl_form, KL_FORMS)
+
+    def _check_ranges(self) -> None:
+        super()._check_ranges()
+        if self.beta < 0:
+            raise InputError(f"beta={self.beta} must not be negative: use 0 for no KL.")
+
+
+@dataclass
+class ClippedPolicyConfig(PolicyGradientConfig):
+    """Options of trainers that clip the probability ratio; see [`PolicyGradientConfig`]."""
+
+    epsilon: float = field(default=1e-4, metadata={"help": "Clip range of the ratio, on the mean log-prob."})
+    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range, `epsilon` by default."})
+
+    def _check_ranges(self) -> None:
+        super()._check_ranges()
+        check_positive(self, "1e-4, or a large value for no clipping", "epsilon", "epsilon_high")

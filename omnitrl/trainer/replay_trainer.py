@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers that run the transitions of their rollouts through the network again."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from omnitrl.algorithms import (
+    PolicyLoss,
+    SigmaTable,
+    TransitionTable,
+    gaussian_log_prob,
+    reference_kl,
+    thin_tail,
+    transition_mean,
+    transition_std,
+    transition_table,
+)
+from omnitrl.rollout import SamplingParams
+from omnitrl.trainer.adapters import ReferencePolicy
+from omnitrl.trainer.replay_config import PolicyGradientConfig, ReplayConfig
+from omnitrl.trainer.rollout_trainer import RolloutTrainer
+from omnitrl.trainer.rollouts import ReplayBatch, ReplayBatches, RolloutBuffer
+
+
+logger = logging.getLogger(__name__)
+
+
+class Replayed(NamedTuple):
+    """
+    What the policy makes of recorded states now.
+
+    Args:
+        velocity, mean (`Tensor`):
+            (R, ...) the velocity and the mean of the step.
+        std (`Tensor`):
+            (R, 1, ...) its total standard deviation.
+        log_probs (`Tensor`):
+            (R,) log-probs of what was drawn.
+    """
+
+    velocity: Tensor
+    mean: Tensor
+    std: Tensor
+    log_probs: Tensor
+
+
+class ReplayTrainer(RolloutTrainer):
+    """Rollouts with stochastic steps, replayed in training; see [`SamplingTrainer`] for the arguments."""
+
+    args: ReplayConfig
+    keep_means = False
+    """Whether the mean of each trained step under the policy that drew it is kept, at the memory of one more state."""
+
+    def describe_run(self) -> str:
+        args, window, steps = self.args, self.args.window(0), self.args.trained_steps(0)
+        self._warn_of_dominant_steps()
+        return (
+            f"trains {len(steps)} of {args.num_inference_steps} steps ({_ranges(steps)}; stochastic: "
+            f"{_ranges(window)}) on {super().describe_run()}"
+        )
+
+    def _warn_of_dominant_steps(self) -> None:
+        """The gradient of a step goes with |c_v| / s; one that is far above the others leaves them nothing to say."""
+        steps = list(self.args.trained_steps(0))
+        _, transitions = self.tables(0)
+        weight = (transitions.velocity_coef.abs() / transitions.std)[steps]
+        largest, median = int(weight.argmax()), float(weight.median())
+        if self.args.log_prob_form == "gaussian" and len(steps) > 1 and float(weight[largest]) > 20 * median:
+            logger.warning(
+                "Step %d weighs %.0f times as much in the gradient as the median of the trained steps, because it "
+                "ends near noise level 0: leave it out with sde_window_range=[0, %d].",
+                steps[largest],
+                float(weight[largest]) / median,
+                steps[largest],
+            )
+
+    # Rollout
+
+    def sampling_params(self, rollout: int) -> SamplingParams:
+        args = self.args
+        return SamplingParams(
+            num_inference_steps=args.num_inference_steps,
+            guidance_scale=self.guidance_scale,
+            height=args.height,
+            width=args.width,
+            ode_solver=args.ode_solver,
+            sde_type=args.sde_type,
+            noise_level=args.noise_level,
+            sde_steps=args.window(rollout),
+            keep_steps=args.trained_steps(rollout),
+            keep_means=self.keep_means,
+            log_prob_form=args.log_prob_form,
+            shared_prefix=args.shared_prefix,
+            tail_ratio=args.tail_ratio,
+            decode=self.scores_rollouts,
+        )
+
+    def tables(self, rollout: int) -> tuple[SigmaTable, TransitionTable]:
+        args, window = self.args, self.args.window(rollout)
+        table = self.flow_model.sigmas(args.num_inference_steps, self.latent_shape)
+        table = thin_tail(table, window[-1], args.tail_ratio)
+        transitions = transition_table(table.sigmas, args.sde_type, args.noise_level, window)
+        return SigmaTable(*(t.to(args.device) for t in table)), TransitionTable(
+            *(t.to(args.device) for t in transitions)
+        )
+
+    def prepare(self, buffer: RolloutBuffer) -> None:
+        if self.guidance_scale_train != self.guidance_scale:
+            self._recompute_log_probs(buffer)
+
+    @torch.no_grad()
+    def _recompute_log_probs(self, buffer: RolloutBuffer) -> None:
+        """Old log-probs (and means) under the guidance that is trained, where it differs from the rollout's."""
+        policy, size = self.current_policy(), self.args.per_device_train_batch_size
+        for start in range(0, len(buffer.trajectories), size):
+            part = buffer.trajectories[start : start + size]
+            batches = self.cut(buffer, list(range(start, start + len(part))))
+            replays = [self.replay(policy, batches[i], buffer) for i in range(len(batches))]
+            log_probs = torch.cat([replayed.log_probs for replayed in replays]).view(len(buffer.steps), len(part))
+            for trajectory, values in zip(part, log_probs.unbind(1), strict=True):
+                trajectory.log_probs = values.clone()
+            if self.keep_means:
+                means = torch.cat([replayed.mean for replayed in replays]).unflatten(0, log_probs.shape)
+                for trajectory, values in zip(part, means.unbind(1), strict=True):
+                    trajectory.means = values.clone()
+
+    # Replay
+
+    def cut(self, buffer: RolloutBuffer, samples: list[int]) -> ReplayBatches:
+        return buffer.replay(samples, self.args.timesteps_per_forward)
+
+    def replay(self, model: nn.Module, batch: ReplayBatch, buffer: RolloutBuffer) -> Replayed:
+        """Runs the policy on recorded states."""
+        velocity = self.call_policy(model, batch)
+        mean = transition_mean(batch.latents, velocity, buffer.transitions, batch.steps)
+        std = transition_std(batch.latents, buffer.transitions, batch.steps)
+        log_probs = gaussian_log_prob(batch.next_latents, mean, std, form=self.args.log_prob_form)
+        return Replayed(velocity, mean, std, log_probs)
+
+    def divergence(
+        self, form: str, replayed: Replayed, velocity: Tensor, batch: ReplayBatch, buffer: RolloutBuffer
+    ) -> Tensor:
+        """
+        Divergence (R,) of the policy's steps from those of another velocity.
+
+        Args:
+            form (`str`):
+                A key of `omnitrl.algorithms.KL_FORMS`.
+            replayed ([`Replayed`]):
+                What the policy does.
+            velocity (`Tensor`):
+                (R, ...) velocity of the other model at the same states.
+            batch ([`ReplayBatch`]), buffer ([`RolloutBuffer`]):
+                The states, and the tables that they belong to.
+        """
+        sigmas = buffer.table.sigmas
+        return reference_kl(
+            form,
+            mean=replayed.mean,
+            mean_ref=transition_mean(batch.latents, velocity, buffer.transitions, batch.steps),
+            velocity=replayed.velocity,
+            velocity_ref=velocity,
+            std=replayed.std,
+            dt=sigmas[batch.steps + 1] - sigmas[batch.steps],
+        )
+
+    def log_ratio(self, log_ratio: Tensor, buffer: RolloutBuffer) -> None:
+        """
+        Records how far the policy has moved from the one that made the samples.
+
+        `ratio/sum_log_std` is the spread of the log-ratio summed over latent elements, in a rollout's last update: the
+        size of the step that was taken, whatever the learning rate, adapter scale or resolution. Healthy is 0.3 to 1.
+        """
+        log_ratio = log_ratio.detach()
+        self.metrics.add("ratio/mean", log_ratio.exp())
+        self.metrics.add("ratio/approx_kl", 0.5 * log_ratio.square())
+        if self.updates_since_rollout == 0:  # nothing has changed yet: any difference is one of implementation
+            self.metrics.add("rollout/logp_abs_diff_mean", log_ratio.abs())
+            self.metrics.add("rollout/logp_abs_diff_max", log_ratio.abs())
+        elif self.is_last_update and len(log_ratio) > 1:
+            self.metrics.add("ratio/sum_log_std", log_ratio.std() * buffer.latent_dim)
+
+
+class PolicyGradientTrainer(ReplayTrainer):
+    """
+    A replay weighted by advantages, with a KL to the untrained policy; a subclass states `policy_loss`.
+
+    See [`SamplingTrainer`] for the arguments.
+    """
+
+    args: PolicyGradientConfig
+
+    def _set_up_algorithm(self) -> None:
+        self.reference = ReferencePolicy(self.flow_model) if self.args.beta else None
+
+    @abstractmethod
+    def policy_loss(self, replayed: Replayed, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor:
+        """The loss (R,) of each row without the KL."""
+
+    def compute_row_losses(self, model: nn.Module, batch: ReplayBatch, source: RolloutBuffer) -> Tensor:
+        """`policy_loss` plus `beta` times the KL to the reference, (R,)."""
+        reference_velocity = self._reference_velocity(model, batch)
+        replayed = self.replay(model, batch, source)
+        self.log_ratio(replayed.log_probs - batch.old_log_probs, source)
+        loss = self.policy_loss(replayed, batch, source)
+        if reference_velocity is None:
+            return loss
+        kl = self.divergence(self.args.kl_form, replayed, reference_velocity, batch, source)
+        self.metrics.add("kl", kl)
+        return loss + self.args.beta * kl
+
+    def _reference_velocity(self, model: nn.Module, batch: ReplayBatch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        with self.reference.velocity(model) as velocity:
+            return self.call_policy(velocity, batch)
+
+    def log_clipping(self, policy: PolicyLoss) -> None:
+        """Records the share of rows whose gradient the clip cuts."""
+        self.metrics.add("clip_ratio/low_mean", policy.clipped_low.float())
+        self.metrics.add("clip_ratio/high_mean", policy.clipped_high.float())
+        self.metrics.add("clip_ratio/region_mean", (policy.clipped_low | policy.clipped_high).float())
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`0-4` or `0-1, 3` for step indices."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][1] + 1:
+            parts[-1][1] = step
+        else:
+            parts.append([step, step])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers share that look at samples: an engine, rewards, evaluation, and the backward of a micro-batch."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from peft import PeftConfig
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from omnitrl.data import load_prompts
+from omnitrl.errors import InputError, RunError
+from omnitrl.models import Conditions
+from omnitrl.rewards import RewardRunner
+from omnitrl.rollout import ENGINES
+from omnitrl.trainer.base_config import BaseConfig
+from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
+from omnitrl.trainer.evaluation import evaluate_prompts
+from omnitrl.trainer.scoring import Scoring
+
+
+# Training prompts that are pictured before and after where there is no evaluation set.
+PREVIEW_PROMPTS = 8
+
+RewardLike = str | Callable | nn.Module
+
+
+class NetworkRows(Protocol):
+    """Rows for one network call."""
+
+    latents: Tensor
+    """(R, ...)"""
+    timesteps: Tensor
+    """(R,) what the network is told of the noise level."""
+    conditions: Conditions
+    """R rows."""
+
+    def __len__(self) -> int: ...
+
+
+class MicroBatch(Protocol):
+    """The network calls of one micro-batch, each stacked when it is asked for."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all calls together."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class SamplingTrainer(BaseTrainer):
+    """
+    A trainer that makes samples, in training or in evaluation alone; a subclass states `compute_row_losses`.
+
+    Args:
+        model:
+            Hub id, folder, loaded pipeline or [`FlowModel`].
+        reward_funcs:
+            One reward or several; see [`omnitrl.rewards`]. `None` where the algorithm needs none.
+        args ([`BaseConfig`], *optional*):
+            Options; `output_dir` is named after the trainer by default.
+        train_dataset:
+            Prompts in any form that [`~omnitrl.data.load_prompts`] takes.
+        eval_dataset:
+            The same, or a dict of named sets; evaluated with ODE sampling and fixed seeds.
+        callbacks, optimizers:
+            As in `transformers.Trainer`.
+        peft_config (`PeftConfig` or `str`, *optional*):
+            New adapters, or a folder or Hub id of saved ones to go on with; `None` trains all weights.
+    """
+
+    args: BaseConfig
+    needs_rewards: ClassVar[bool] = True
+    control_option: ClassVar[str] = "shuffle_advantages"
+    """The option that makes a control experiment of a run: one from which nothing can be learnt."""
+
+    def __init__(
+        self,
+        model: ModelLike,
+        reward_funcs: RewardLike | Sequence[RewardLike] | None = None,
+        args: BaseConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        peft_config: PeftConfig | str | None = None,
+    ) -> None:
+        args = args or self.config_class(output_dir=f"{self._name}")
+        self._check_args(args, eval_dataset)
+        self.rewards = self._load_rewards(reward_funcs, args)
+        super().__init__(
+            model,
+            args,
+            train_dataset=self.load_rows(train_dataset) if train_dataset is not None else None,
+            eval_dataset=self._load_eval(eval_dataset),
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+        )
+        self.engine = self._build_engine()
+        self._synced_version: int | None = None
+        self._micro_step = 0
+        self._forwards = 0
+        self.latent_shape = self.flow_model.latent_shape(args.height, args.width)
+        self._set_up_algorithm()
+
+    # Set-up
+
+    def _set_up_algorithm(self) -> None:
+        """What a subclass makes of the untrained model, such as a reference policy."""
+
+    def _check_args(self, args: BaseConfig, eval_dataset: Any) -> None:
+        if not isinstance(args, self.config_class):
+            raise InputError(f"{type(self).__name__} takes a {self.config_class.__name__}, got {type(args).__name__}.")
+        if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+            raise InputError(
+                f"eval_strategy={args.eval_strategy!s} and eval_on_start={args.eval_on_start} ask for evaluation, but "
+                "there is no eval_dataset: pass one, or use eval_strategy='no'."
+            )
+
+    def _load_rewards(self, reward_funcs: Any, args: BaseConfig) -> RewardRunner | None:
+        if reward_funcs is None and not self.needs_rewards:
+            return None
+        return RewardRunner(
+            [] if reward_funcs is None else reward_funcs,
+            weights=args.reward_weights,
+            max_retries=args.reward_max_retries,
+            timeout=args.reward_timeout,
+            max_failed_fraction=args.reward_max_failed_fraction,
+        )
+
+    def load_rows(self, dataset: Any) -> Any:
+        """A dataset as rows, from whatever the user gave."""
+        return load_prompts(dataset)
+
+    def _load_eval(self, dataset: Any) -> Any:
+        if isinstance(dataset, dict):
+            return {name: self.load_rows(part) for name, part in dataset.items()}
+        return None if dataset is None else self.load_rows(dataset)
+
+    def _build_engine(self) -> Any:
+        return ENGINES[self.args.rollout_engine](
+            self.flow_model,
+            policy=self.current_policy,
+            batch_size=self.args.rollout_batch_size or self.args.per_device_train_batch_size,
+            autocast=self.accelerator.autocast,
+            on_step=self.interrupts.check,
+        )
+
+    def current_policy(self) -> nn.Module:
+        """The policy's module; Accelerate may replace it when training begins."""
+        assert self.model is not None
+        return self.model
+
+    @property
+    def guidance_scale(self) -> float:
+        """Guidance of rollouts and evaluation."""
+        given = self.args.guidance_scale
+        return self.flow_model.default_guidance_scale if given is None else given
+
+    @property
+    def guidance_scale_train(self) -> float:
+        """Guidance of the network calls that are trained."""
+        given = self.args.guidance_scale_train
+        return self.guidance_scale if given is None else given
+
+    @property
+    def train_rows(self) -> Any:
+        """The training set."""
+        if self.train_dataset is None:
+            raise InputError("Training needs a train_dataset with a column 'prompt'.")
+        return self.train_dataset
+
+    # Training
+
+    @abstractmethod
+    def micro_steps_per_epoch(self) -> int:
+        """Micro-batches that go once through the dataset, a multiple of the accumulation steps."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        """
+        Ticks: one item per micro-batch of an epoch.
+
+        Which samples a micro-batch holds follows from its number alone, so there is nothing for workers to load,
+        nothing to shard, and a resumed run is at the right place.
+        """
+        ticks: Any = range(self.micro_steps_per_epoch())
+        return DataLoader(ticks, collate_fn=_tick)
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """Rows of an epoch."""
+        return len(self.train_rows)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """See [`BaseTrainer.train`]; without an `eval_dataset`, some training prompts show before and after."""
+        output = super().train(resume_from_checkpoint, **kwargs)
+        self._preview()
+        return output
+
+    def _preview(self) -> None:
+        if self.eval_dataset is None and self.args.save_report:
+            rows = [self.train_rows[i] for i in range(min(len(self.train_rows), PREVIEW_PROMPTS))]
+            self.evaluate(rows, metric_key_prefix="eval_preview")
+
+    def _begin(self) -> None:
+        self._micro_step = self.state.global_step * self.args.gradient_accumulation_steps
+        self._logged_at, self._logged_step = time.perf_counter(), self.state.global_step
+        super()._begin()
+        if self.is_world_process_zero():
+            trained = sum(p.numel() for p in self.trainable_parameters())
+            self.progress.message(
+                f"{self._name}: {self.describe_run()}; {trained:,} trainable weights, "
+                f"{self.args.world_size} process(es) on {self.args.device}."
+            )
+        if self.state.global_step == 0:
+            self._preview()
+
+    @abstractmethod
+    def describe_run(self) -> str:
+        """What is trained on what, in a phrase for the terminal."""
+
+    def sync_engine(self) -> None:
+        """Gives the engine the weights of this optimizer step."""
+        version = self.state.global_step
+        if version != self._synced_version:
+            with self.metrics.timed("weight_sync"):
+                self.engine.update_weights(version).check()
+            self._synced_version = version
+
+    def new_scoring(self) -> Scoring:
+        """A round of scoring; a round that was broken off is forgotten."""
+        return Scoring(self.rewards, self.interrupts, self.args.world_size, self.state)
+
+    def call_policy(self, velocity: Callable[..., Tensor], rows: NetworkRows, guidance: float | None = None) -> Tensor:
+        """
+        One network call of training, in the rollout's precision, counted in `forwards_per_sample`.
+
+        Args:
+            velocity (`Callable`):
+                The policy's module, or the velocity function of another model.
+            rows ([`NetworkRows`]):
+                What goes in.
+            guidance (`float`, *optional*):
+                `guidance_scale_train` by default.
+        """
+        guidance = self.guidance_scale_train if guidance is None else guidance
+        self.count_forwards(len(rows) * (2 if guidance > 1.0 else 1))
+        with self.accelerator.autocast():
+            return velocity(rows.latents, rows.timesteps, rows.conditions, guidance)
+
+    def count_forwards(self, rows: int) -> None:
+        """Counts network evaluations, in samples."""
+        self._forwards += rows
+        self.num_forwards += rows
+
+    num_forwards = 0
+    """Network evaluations of this process in training so far, rollouts included and evaluations not, in samples."""
+
+    @abstractmethod
+    def next_micro_batch(self) -> tuple[Any, MicroBatch]:
+        """What the micro-batch is taken from, and its network calls."""
+
+    @abstractmethod
+    def compute_row_losses(self, model: nn.Module, batch: Any, source: Any) -> Tensor:
+        """The loss (R,) of each row; the trainer takes the mean over rows, micro-batches and ranks."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Backward of one micro-batch, in as many network calls as were asked for."""
+        source, batches = self.next_micro_batch()
+        self.progress.phase("train")
+        started = time.perf_counter()
+        total = torch.zeros((), device=self.args.device)
+        for i in range(len(batches)):
+            self.interrupts.check()  # gradients of a part of an update are no loss
+            batch = batches[i]
+            with self.gradient_sync(model, last=i == len(batches) - 1):
+                losses = self.compute_row_losses(model, batch, source)
+                loss = losses.sum() / batches.num_rows / self.current_gradient_accumulation_steps
+                self.backward(loss)
+                total += loss.detach()
+        if not torch.isfinite(total):
+            raise RunError(self.describe_failure(float(total), source, batches))
+        self.metrics.add("time/train", time.perf_counter() - started)
+        self._micro_step += 1
+        self.after_micro_batch(source)
+        return total
+
+    def after_micro_batch(self, source: Any) -> None:
+        """What is logged once a micro-batch is done."""
+
+    def describe_failure(self, loss: float, source: Any, batches: MicroBatch) -> str:
+        """What a loss that is not finite is told with."""
+        return (
+            f"The loss is {loss} at optimizer step {self.state.global_step}: the weights of the last step are kept. "
+            "Lower learning_rate, or use bf16 instead of fp16."
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the seconds per optimizer step."""
+        if "loss" in logs:
+            now = time.perf_counter()
+            steps = self.state.global_step - self._logged_step
+            self.metrics.add("step_time", (now - self._logged_at) / max(steps, 1))
+            self._logged_at, self._logged_step = now, self.state.global_step
+        super().log(logs, start_time)
+
+    _logged_at = 0.0
+    _logged_step = 0
+
+    # Checkpoints
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "num_forwards": self.num_forwards}
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        super()._load_state(state)
+        self.num_forwards = state["num_forwards"]
+
+    # Evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """
+        Samples the evaluation prompts with the ODE, fixed seeds and the averaged weights, and scores them.
+
+        Args:
+            eval_dataset (*optional*):
+                Prompts, or a dict of named sets; those of the trainer by default.
+            metric_key_prefix (`str`, defaults to `"eval"`):
+                Prefix of the metrics.
+
+        Returns:
+            `dict[str, float]`: `eval_reward`, `eval_reward_std`, `eval_rewards/<name>/mean`, `eval_runtime`.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else self._load_eval(eval_dataset)
+        if isinstance(dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, part in dataset.items():
+                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        if dataset is None:
+            raise InputError("Evaluation needs an eval_dataset with a column 'prompt'.")
+        self.flow_model.networks.eval()
+        self.progress.phase(metric_key_prefix)
+        self._synced_version = None  # an engine of its own must not keep the averaged weights
+        with self.metrics.timed("eval"), self.ema_weights():
+            self.engine.update_weights(self.state.global_step).check()
+            metrics = self.evaluate_rows(dataset, metric_key_prefix)
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def evaluate_rows(self, dataset: Any, prefix: str) -> dict[str, float]:
+        """The metrics of one evaluation set, with the weights that are to be evaluated in place."""
+        return evaluate_prompts(self, dataset, prefix)
+
+
+def _tick(items: list[int]) -> dict[str, int]:
+    return {"micro_step": items[0]}
