@@ -38,96 +38,26 @@ PYTHONPATH=. accelerate launch --num_processes 8 examples/scripts/flow_grpo.py \
 Options on the command line win over those of the file. `--resume` goes on from the last checkpoint in `output_dir`.
 """
 
-from dataclasses import dataclass, field
-
 from omnitrl import FlowGRPOConfig
 from omnitrl.cli.exits import one_line_errors
-from omnitrl.cli.parser import OmniParser
-
-
-@dataclass
-class ScriptArguments:
-    """What the trainer is given beside its config."""
-
-    model: str = field(
-        metadata={"help": "Hub id or folder of a diffusers pipeline; 'glyphs' is the one that ships with omnitrl."}
-    )
-    dataset: str = field(
-        metadata={
-            "help": "Prompts: a .txt, .jsonl, .json, .csv or .parquet file, a saved dataset, or a Hub id. "
-            "'glyphs:train', 'glyphs:heldout' and 'glyphs:unseen' are the words that ship with omnitrl."
-        }
-    )
-    rewards: list[str] = field(
-        metadata={"help": "Rewards by name ('ocr', 'jpeg_compressibility', …) or path ('package.module:function')."}
-    )
-    dataset_split: str = field(default="train", metadata={"help": "Split of `dataset`, where it has several."})
-    eval_dataset: str | None = field(default=None, metadata={"help": "Held-out prompts, in the forms of `dataset`."})
-    eval_split: str = field(default="test", metadata={"help": "Split of `eval_dataset`, where it has several."})
-    lora_r: int = field(default=32, metadata={"help": "Rank of the LoRA adapter; 0 trains all weights instead."})
-    lora_alpha: int = field(default=64, metadata={"help": "Alpha of the LoRA adapter, which is scaled by alpha / r."})
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Ends of the names of the layers to adapt; the model family's by default."}
-    )
-    adapter: str | None = field(
-        default=None, metadata={"help": "Folder or Hub id of an adapter to go on with; excludes the lora_ options."}
-    )
-    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in `output_dir`."})
-
-
-def make_parser() -> OmniParser:
-    """The parser for the options of this script and of [`FlowGRPOConfig`]."""
-    return OmniParser((ScriptArguments, FlowGRPOConfig))
-
-
-def peft_config_of(script_args: ScriptArguments):
-    """What the trainer takes as `peft_config`: a new adapter, the place of an old one, or none."""
-    from peft import LoraConfig
-
-    if script_args.adapter is not None or script_args.lora_r == 0:
-        return script_args.adapter
-    return LoraConfig(
-        r=script_args.lora_r,
-        lora_alpha=script_args.lora_alpha,
-        target_modules=script_args.lora_target_modules,
-        init_lora_weights="gaussian",  # as in Flow-GRPO
-    )
-
-
-def prompts_of(source: str | None, split: str):
-    """Prompts from wherever an option says, `None` for no option."""
-    from omnitrl import load_prompts
-    from omnitrl.quickstart import rows
-
-    if source is None:
-        return None
-    if source.startswith("glyphs:"):
-        return rows(source.removeprefix("glyphs:"))
-    return load_prompts(source, split)
+from omnitrl.cli.script import ScriptArguments, make_parser, model_of, peft_config_of, prompts_of, train
 
 
 def main(script_args: ScriptArguments, training_args: FlowGRPOConfig) -> None:
-    """Trains, evaluates and saves."""
+    """Builds the trainer, trains, evaluates and saves."""
     from omnitrl import FlowGRPOTrainer
-    from omnitrl.quickstart import GLYPHS
 
     trainer = FlowGRPOTrainer(
-        model=GLYPHS if script_args.model == "glyphs" else script_args.model,
+        model=model_of(script_args.model),
         reward_funcs=script_args.rewards,
         args=training_args,
         train_dataset=prompts_of(script_args.dataset, script_args.dataset_split),
         eval_dataset=prompts_of(script_args.eval_dataset, script_args.eval_split),
         peft_config=peft_config_of(script_args),
     )
-    trainer.train(resume_from_checkpoint=script_args.resume or training_args.resume_from_checkpoint)
-    last_rows = [row for row in trainer.state.log_history if row["step"] == trainer.state.global_step]
-    if trainer.eval_dataset is not None and not any("eval_reward" in row for row in last_rows):
-        trainer.evaluate()
-    trainer.save_model()
-    if training_args.push_to_hub:
-        trainer.push_to_hub()
+    train(trainer, script_args)
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(*make_parser().parse_args_and_config())
+        main(*make_parser(FlowGRPOConfig).parse_args_and_config())

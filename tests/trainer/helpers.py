@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer of a tiny model that runs in a second, and rewards to go with it."""
+"""Trainers of a tiny model that run in a second, and what goes into them."""
+
+import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from peft import LoraConfig
 
-from omnitrl.trainer import get_trainer
+from omnitrl.trainer import TRAINERS, ReplayTrainer, RolloutTrainer, get_trainer
 from tests.tiny_models import tiny_model
 
 
@@ -17,7 +20,19 @@ def brightness(prompts, completions, **kwargs):
     return [float(np.asarray(image).mean() / 255) for image in completions]
 
 
+# What an algorithm needs beside what all are given: options by name, and arguments of the trainer, made of the model.
+SETTINGS: dict[str, dict] = {}
+ARGUMENTS: dict[str, Callable] = {}
+
+# Algorithms by what their trainers do; tests of a part of the loop run over those that have it.
+WITH_ROLLOUTS = [name for name in TRAINERS if issubclass(get_trainer(name), RolloutTrainer)]
+WITH_REPLAY = [name for name in TRAINERS if issubclass(get_trainer(name), ReplayTrainer)]
+
+
 def config(tmp_path, algorithm="flow_grpo", **options):
+    """A config of small numbers; of the shared defaults, those that the algorithm has."""
+    config_class = get_trainer(algorithm).config_class
+    known = {field.name for field in dataclasses.fields(config_class)}
     defaults = {
         "output_dir": str(tmp_path / "out"),
         "num_inference_steps": 4,
@@ -35,19 +50,24 @@ def config(tmp_path, algorithm="flow_grpo", **options):
         "report_to": [],
         "use_cpu": True,
     }
-    return get_trainer(algorithm).config_class(**{**defaults, **options})
+    shared = {name: value for name, value in defaults.items() if name in known}
+    return config_class(**{**shared, **SETTINGS.get(algorithm, {}), **options})
 
 
 def trainer(tmp_path, algorithm="flow_grpo", model=None, rewards=brightness, peft_config=LORA, data=None, **options):
+    """A trainer; rewards and data of its own win over those that the algorithm needs."""
     given = {key: options.pop(key) for key in ("eval_dataset", "callbacks") if key in options}
-    return get_trainer(algorithm)(
-        tiny_model() if model is None else model,
-        rewards,
-        config(tmp_path, algorithm, **options),
-        train_dataset=PROMPTS if data is None else data,
-        peft_config=peft_config,
+    model = tiny_model() if model is None else model
+    arguments = {
+        "reward_funcs": brightness,
+        "train_dataset": PROMPTS,
+        **(ARGUMENTS[algorithm](model) if algorithm in ARGUMENTS else {}),
+        **({} if rewards is brightness else {"reward_funcs": rewards}),
+        **({} if data is None else {"train_dataset": data}),
         **given,
-    )
+    }
+    args = config(tmp_path, algorithm, **options)
+    return get_trainer(algorithm)(model, args=args, peft_config=peft_config, **arguments)
 
 
 def trainable(trained):

@@ -12,10 +12,10 @@ from transformers import TrainerCallback
 from omnitrl.algorithms import SDE_TYPES, reward_advantages
 from omnitrl.models import FAMILIES
 from omnitrl.rollout import LocalEngine, SampleRequest, SamplingParams, stable_seed
-from omnitrl.trainer import TRAINERS
 from tests.tiny_models import PIPELINES, tiny_model
 from tests.trainer.helpers import (
     PROMPTS,
+    WITH_REPLAY,
     all_rows,
     config,
     fresh_rollout,
@@ -43,7 +43,7 @@ def sample(engine, params, **kwargs):
 @pytest.mark.compat
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 @pytest.mark.parametrize("sde_type", STOCHASTIC)
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", WITH_REPLAY)
 def test_law_01_replay_by_a_new_object_has_ratio_one(tmp_path, algorithm, sde_type, guidance):
     options = {"sde_type": sde_type, "guidance_scale": guidance, "noise_level": 0.5}
     first = trainer(tmp_path, algorithm, **options)
@@ -75,7 +75,7 @@ def test_law_01_batches_of_another_size_differ_in_the_last_bits_only(tmp_path):
     assert (log_probs - batch.old_log_probs).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", WITH_REPLAY)
 def test_law_01_the_first_update_of_a_run_logs_no_mismatch(tmp_path, algorithm):
     run = trainer(tmp_path, algorithm, max_steps=4)
     run.train()
