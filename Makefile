@@ -16,11 +16,13 @@ COMPAT_DIR := .compat
 COMPAT := "transformers==5.13.*" "diffusers==0.40.*" "accelerate==1.12.*" "peft==0.19.*" \
 	"tokenizers>=0.22,<=0.23.0" "huggingface_hub>=1.31,<2" "httpx<1" "httpcore<2"
 
+BENCHMARKS := rollout_overhead train_overhead memory saved_work
+
 # An idle OpenMP thread that spins takes the core of the one that works, on small machines and with several processes.
 export GOMP_SPINCOUNT := 0
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-test test-fast test-compat bench: export OMP_NUM_THREADS ?= 1
+test test-fast test-compat bench bench-learning: export OMP_NUM_THREADS ?= 1
 
 # Compiling at first import instead of here saves compiling the many modules that nobody imports.
 INSTALL := $(BIN)/python -m pip install --no-compile
@@ -33,7 +35,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 COMPAT_STAMP := $(COMPAT_DIR)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-compat bench docs quality format clean clean-all
+.PHONY: help setup quickstart test test-fast test-compat bench bench-learning docs quality format clean clean-all
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,8 +55,11 @@ test-fast: $(DEV_STAMP)  ## the tests that take seconds
 test-compat: $(DEV_STAMP) $(COMPAT_STAMP)  ## the tests marked `compat`, with the oldest supported libraries
 	PYTHONPATH=$(COMPAT_DIR) $(PYTEST) -n $(JOBS) --dist worksteal -m compat $(ARGS)
 
-bench: $(DEV_STAMP)  ## what prints the figures that the documentation quotes
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+bench: $(DEV_STAMP)  ## what prints the figures of time and memory that the documentation quotes
+	set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py $(ARGS); done
+
+bench-learning: $(DEV_STAMP)  ## what each algorithm learns from the same work; takes hours, ARGS="--only awm" one of them
+	$(BIN)/python benchmarks/learning.py $(ARGS)
 
 docs: $(DEV_STAMP)  ## the documentation as a site, in docs/build/html
 	$(BIN)/python docs/build.py

@@ -96,3 +96,23 @@ def test_committed_results_are_of_full_runs_and_name_no_machine(name):
     assert content["quick"] is False
     assert {"torch", "diffusers", "cpu", "threads"} <= set(content["environment"])
     assert not [text for text in strings(content) if text.startswith(("/", "~", "\\"))]
+
+
+@pytest.mark.slow
+def test_learning_measures_at_both_budgets(tmp_path):
+    content = run("learning", tmp_path)
+    check_numbers(content)
+    assert [(r["algorithm"], r["seed"], r["control"]) for r in content["results"]] == [
+        ("flow_grpo", 1, False),
+        ("flow_grpo", 1, True),
+    ]
+    for result in content["results"]:
+        assert result["before"]["forwards"] == result["before"]["updates"] == 0
+        # A rollout of 128 samples in 6 steps; an update has 32 samples of it, and their 2 trained steps.
+        for point in (result["at_forwards"], result["at_seconds"]):
+            assert point["forwards"] == 768 * -(-point["updates"] // 4) + 64 * point["updates"]
+        assert result["at_forwards"]["forwards"] >= result["forwards"] == 40
+        assert result["at_seconds"]["seconds"] >= result["seconds"] == 1.0
+    learnt, control = content["results"]
+    assert learnt["before"]["reward"] == control["before"]["reward"]
+    assert learnt["at_seconds"]["reward"] != control["at_seconds"]["reward"]

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+What each algorithm learns from the same work: held-out OCR reward of the model that ships with omnitrl, at equal
+transformer forwards and at equal seconds.
+
+Each run is a process of its own. It trains until it has used up both budgets, and is evaluated where it crosses each
+of them. Forwards are network evaluations in samples, of rollouts and of training, evaluations left out; one with a
+backward counts as one too. Seconds are CPU seconds of the process, evaluations left out and rewards not, so that they
+mean the same on a busy machine. A control is the same run with what tells samples apart given to other samples.
+
+    python benchmarks/learning.py                            # everything, hours
+    python benchmarks/learning.py --only flow_grpo,awm       # some, added to what the file has
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from common import environment, parse_args, print_table, write_json
+
+
+FORWARDS, SECONDS = 20_000, 60.0
+SEEDS = (1, 2, 3)
+CONTROL_SEEDS = (1,)
+OTHERS = {
+    "--only": "Algorithms, separated by commas; what the output file has of others stays.",
+    "--seeds": "Seeds, separated by commas (default: 1,2,3).",
+    "--jobs": "Runs at a time (default: 1).",
+    "--case": "Internal: one run, as JSON.",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    One run.
+
+    Args:
+        algorithm (`str`): A key of `omnitrl.trainer.TRAINERS`.
+        seed (`int`): Of everything that is drawn.
+        control (`bool`): Whether it is the control.
+        forwards (`int`), seconds (`float`): The budgets.
+        quick (`bool`): Few prompts, for a test of the script.
+    """
+
+    algorithm: str
+    seed: int
+    control: bool = False
+    forwards: int = FORWARDS
+    seconds: float = SECONDS
+    quick: bool = False
+
+
+# One run
+
+
+def run(case: Case, folder: str) -> dict[str, Any]:
+    """Trains and returns what was measured."""
+    meter = Meter(case)
+    trainer = build_trainer(case, folder, meter)
+    meter.evaluate(trainer, "before")
+    started = time.perf_counter()
+    trainer.train()
+    meter.finish(trainer)
+    return {**asdict(case), "wall_seconds": round(time.perf_counter() - started, 1), **meter.found}
+
+
+class Meter:
+    """Evaluates where a budget is used up, and ends the run when both are."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.found: dict[str, Any] = {}
+        self._began: float | None = None
+        self._evaluating = 0.0
+
+    def evaluate(self, trainer: Any, name: str) -> None:
+        """Held-out reward now, with what it took to come here."""
+        from omnitrl.quickstart import rows
+
+        used = {
+            "forwards": trainer.num_forwards,
+            "seconds": round(self.seconds, 1),
+            "updates": trainer.state.global_step,
+        }
+        began = time.process_time()
+        words = rows("heldout")[: 2 if self.case.quick else None]
+        metrics = trainer.evaluate(words, metric_key_prefix="eval_budget")
+        self._evaluating += time.process_time() - began
+        self.found[name] = {"reward": metrics["eval_budget_reward"], **used}
+
+    @property
+    def seconds(self) -> float:
+        """CPU seconds of training so far."""
+        return 0.0 if self._began is None else time.process_time() - self._began - self._evaluating
+
+    def callback(self) -> Any:
+        """The callback that watches the budgets."""
+        from transformers import TrainerCallback
+
+        meter = self
+
+        class Watch(TrainerCallback):
+            trainer: Any = None
+
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                meter._began, meter._evaluating = time.process_time(), 0.0
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                meter.check(self.trainer, control)
+
+        self.watch = Watch()
+        return self.watch
+
+    def check(self, trainer: Any, control: Any) -> None:
+        """Called after each optimizer step."""
+        if "at_forwards" not in self.found and trainer.num_forwards >= self.case.forwards:
+            self.evaluate(trainer, "at_forwards")
+        if "at_seconds" not in self.found and self.seconds >= self.case.seconds:
+            self.evaluate(trainer, "at_seconds")
+        control.should_training_stop = {"at_forwards", "at_seconds"} <= self.found.keys()
+
+    def finish(self, trainer: Any) -> None:
+        """A run that its own length ended is a mistake of this script."""
+        if not {"at_forwards", "at_seconds"} <= self.found.keys():
+            raise RuntimeError(f"{self.case} ended before its budgets: {self.found}")
+
+
+def build_trainer(case: Case, folder: str, meter: Meter) -> Any:
+    """The trainer of a run, with the settings of `omnitrl quickstart`."""
+    import torch
+    from peft import LoraConfig
+
+    from omnitrl.cli.quickstart import LORA_ALPHA, LORA_RANK, RECIPES, SHARED, _quieten_libraries
+    from omnitrl.models import load_flow_model
+    from omnitrl.quickstart import GLYPHS, rows
+    from omnitrl.trainer import get_trainer
+
+    _quieten_libraries()
+    torch.set_num_threads(1)
+    trainer_class = get_trainer(case.algorithm)
+    settings = {**SHARED, **RECIPES.get(case.algorithm, {}), **EXTRA_SETTINGS.get(case.algorithm, {})}
+    settings |= {"max_steps": 100_000, "save_strategy": "no", "save_report": False, "seed": case.seed, "use_cpu": True}
+    settings |= {"eval_strategy": "no", "output_dir": folder}
+    known = trainer_class.config_class.__dataclass_fields__
+    settings = {name: value for name, value in settings.items() if name in known}
+    if case.control:
+        settings[trainer_class.control_option] = True
+    model = load_flow_model(GLYPHS, max_sequence_length=1, dtype=torch.float32)
+    targets = [*model.default_lora_targets, "ff.net.0.proj", "ff.net.2"]
+    given = {"reward_funcs": ["ocr", "ocr_exact"], "train_dataset": rows("train")}
+    given |= EXTRA_ARGUMENTS[case.algorithm](case) if case.algorithm in EXTRA_ARGUMENTS else {}
+    trainer = trainer_class(
+        model,
+        args=trainer_class.config_class(**settings),
+        peft_config=LoraConfig(
+            r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, init_lora_weights="gaussian"
+        ),
+        callbacks=[meter.callback()],
+        **given,
+    )
+    meter.watch.trainer = trainer
+    return trainer
+
+
+# What an algorithm needs beside prompts and rewards: settings, and arguments of the trainer.
+EXTRA_SETTINGS: dict[str, dict[str, Any]] = {}
+EXTRA_ARGUMENTS: dict[str, Any] = {}
+
+
+# All runs
+
+
+def cases(only: Iterable[str], seeds: Iterable[int], quick: bool) -> list[Case]:
+    """All runs, those that are compared first."""
+    budget = {"forwards": 40, "seconds": 1.0, "quick": True} if quick else {}
+    names, seeds = list(only), list(seeds)
+    runs = [Case(name, seed, **budget) for seed in seeds for name in names]
+    controls = [Case(name, seed, True, **budget) for seed in seeds if seed in CONTROL_SEEDS for name in names]
+    return runs + controls
+
+
+def run_in_process(case: Case) -> dict[str, Any]:
+    """One run in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--output", str(output)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{case} failed:\n{done.stderr[-3000:]}")
+        result = json.loads(output.read_text("utf-8"))
+    label = f"{case.algorithm}{' control' if case.control else ''} seed {case.seed}"
+    at = {name: result[name]["reward"] for name in ("before", "at_forwards", "at_seconds")}
+    print(label, " ".join(f"{name} {value:.3f}" for name, value in at.items()), flush=True)
+    return result
+
+
+def print_results(results: list[dict[str, Any]]) -> None:
+    """The table: means over seeds, and the range."""
+    names = list(dict.fromkeys(result["algorithm"] for result in results))
+    rows = []
+    for name in names:
+        runs = [r for r in results if r["algorithm"] == name and not r["control"]]
+        controls = [r for r in results if r["algorithm"] == name and r["control"]]
+        row = [name, str(len(runs))]
+        for point in ("at_forwards", "at_seconds"):
+            values = [run[point]["reward"] for run in runs]
+            row.append(f"{mean(values):.3f} ({min(values):.3f}-{max(values):.3f})")
+            row.append(" ".join(f"{run[point]['reward']:.3f}" for run in controls) or "-")
+        row.append(f"{mean(run['at_seconds']['forwards'] for run in runs):,.0f}")
+        row.append(f"{mean(run['at_forwards']['seconds'] for run in runs):.0f}")
+        rows.append(row)
+    header = (
+        "algorithm",
+        "seeds",
+        f"at {results[0]['forwards']:,} forwards",
+        "control",
+        f"at {results[0]['seconds']:.0f} s",
+        "control",
+        "forwards in these s",
+        "s for these forwards",
+    )
+    print_table("Held-out OCR reward, mean (range) over seeds", header, rows)
+
+
+def main() -> None:
+    """Runs what is asked for and merges it into the output file."""
+    args = parse_args("learning", __doc__ or "", OTHERS)
+    if args.case:
+        with tempfile.TemporaryDirectory() as folder:
+            result = run(Case(**json.loads(args.case)), folder)
+        args.output.write_text(json.dumps(result), encoding="utf-8")
+        return
+    from omnitrl.trainer import TRAINERS
+
+    only = args.only.split(",") if args.only else ["flow_grpo"] if args.quick else list(TRAINERS)
+    seeds = [int(seed) for seed in args.seeds.split(",")] if args.seeds else (1,) if args.quick else SEEDS
+    results: list[dict[str, Any]] = []
+    if args.output.is_file():
+        results = json.loads(args.output.read_text("utf-8"))["results"]
+    wanted = cases(only, seeds, args.quick)
+    keys = {(case.algorithm, case.seed, case.control) for case in wanted}
+    results = [r for r in results if (r["algorithm"], r["seed"], r["control"]) not in keys]
+    with ThreadPoolExecutor(int(args.jobs or 1)) as pool:
+        for result in pool.map(run_in_process, wanted):
+            results.append(result)
+            results.sort(key=lambda r: (list(TRAINERS).index(r["algorithm"]), r["control"], r["seed"]))
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            content = {"environment": environment(args.threads), "results": results}
+            args.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print_results(results)
+    write_json(args.output, {"environment": environment(args.threads), "results": results})
+
+
+if __name__ == "__main__":
+    main()
