@@ -2,9 +2,13 @@
 """What the example scripts share: their own options, and what these mean."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from omnitrl.cli.parser import OmniParser
+
+
+if TYPE_CHECKING:
+    from omnitrl.quickstart.words import Split
 
 
 @dataclass
@@ -66,7 +70,7 @@ def prompts_of(source: str | None, split: str) -> Any:
     if source is None:
         return None
     if source.startswith("glyphs:"):
-        return rows(source.removeprefix("glyphs:"))
+        return rows(cast("Split", source.removeprefix("glyphs:")))  # which refuses a split that there is not
     return load_prompts(source, split)
 
 

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from omnitrl import FlowGRPOConfig
 from omnitrl.cli import quickstart
-from omnitrl.errors import InputError
+from omnitrl.cli.script import make_parser, peft_config_of
 from omnitrl.models.sd3 import SD3Model
 
 
@@ -19,13 +19,8 @@ SCRIPT = ROOT / "examples" / "scripts" / "flow_grpo.py"
 RECIPES = SCRIPT.parent / "recipes"
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("flow_grpo_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+def parse(*words):
+    return make_parser(FlowGRPOConfig).parse_args_and_config([str(word) for word in words])
 
 
 def run(*words, timeout=280):
@@ -79,13 +74,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_the_recipe_of_the_small_model(script):
-    script_args, args = script.make_parser().parse_args_and_config(["--config", str(RECIPES / "glyphs_ocr.yaml")])
+def test_the_recipe_of_the_small_model():
+    script_args, args = parse("--config", RECIPES / "glyphs_ocr.yaml")
     assert script_args.rewards == ["ocr", "ocr_exact"]
     assert args.reward_weights == [1.0, 0.0]
     assert args.trained_steps(0) == (0, 1)
     assert (args.prompts_per_rollout, args.updates_per_rollout) == (8, 4)
-    config = script.peft_config_of(script_args)
+    config = peft_config_of(script_args)
     assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 32, 0)
 
 
@@ -100,10 +95,9 @@ def test_the_recipe_of_the_small_model_is_that_of_the_quickstart():
     assert values["lora_target_modules"] == [*SD3Model.default_lora_targets, "ff.net.0.proj", "ff.net.2"]
 
 
-def test_the_recipe_of_the_paper_makes_its_batch_on_eight_devices(script, monkeypatch):
-    monkeypatch.setattr(script.FlowGRPOConfig, "world_size", 8)
-    words = ["--config", str(RECIPES / "sd35_ocr.yaml"), "--dataset", "prompts.txt"]
-    script_args, args = script.make_parser().parse_args_and_config(words)
+def test_the_recipe_of_the_paper_makes_its_batch_on_eight_devices(monkeypatch):
+    monkeypatch.setattr(FlowGRPOConfig, "world_size", 8)
+    script_args, args = parse("--config", RECIPES / "sd35_ocr.yaml", "--dataset", "prompts.txt")
     assert args.generation_batch_size == 48 * 24
     assert args.prompts_per_rollout == 48
     assert args.updates_per_rollout == 2
@@ -116,20 +110,3 @@ def test_the_recipe_of_the_paper_makes_its_batch_on_eight_devices(script, monkey
 def test_recipes_say_what_they_train(recipe):
     values = yaml.safe_load(recipe.read_text("utf-8"))
     assert {"model", "rewards", "output_dir", "max_steps", "learning_rate"} <= set(values)
-
-
-def test_required_options_are_asked_for(script):
-    with pytest.raises(InputError, match="--dataset"):
-        script.make_parser().parse_args_and_config(["--model", "glyphs", "--rewards", "ocr"])
-
-
-def test_no_rank_means_all_weights_and_a_folder_means_that_adapter(script):
-    words = ["--model", "glyphs", "--dataset", "glyphs:train", "--rewards", "ocr", "--output_dir", "out"]
-    parse = script.make_parser().parse_args_and_config
-    assert script.peft_config_of(parse([*words, "--lora_r", "0"])[0]) is None
-    assert script.peft_config_of(parse([*words, "--adapter", "some/adapter"])[0]) == "some/adapter"
-
-
-def test_words_that_ship_with_the_package_are_a_dataset(script):
-    assert script.prompts_of("glyphs:heldout", "train")[0] == {"prompt": "CAT"}
-    assert script.prompts_of(None, "test") is None
