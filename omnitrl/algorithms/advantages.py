@@ -20,6 +20,7 @@ DDPO is listed as it runs without per-prompt statistics.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -453,6 +454,7 @@ def normalize_then_sum_advantages(
 AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
     "sum_then_normalize": sum_then_normalize_advantages,
     "normalize_then_sum": normalize_then_sum_advantages,
+    "normalize_each": partial(normalize_then_sum_advantages, batch_normalize=False),
 }
 
 
@@ -479,7 +481,8 @@ def reward_advantages(
         group_ids (`Tensor` of shape `(N,)`, int64):
             The group of each sample.
         aggregation (`str`, defaults to `"sum_then_normalize"`):
-            A key of `AGGREGATIONS`: [`sum_then_normalize_advantages`] or [`normalize_then_sum_advantages`].
+            A key of `AGGREGATIONS`: [`sum_then_normalize_advantages`], [`normalize_then_sum_advantages`] (GDPO), or
+            `"normalize_each"`, the latter without its division by the std of the batch (MixGRPO, DanceGRPO's video).
         scale (`str`, defaults to `"group"`):
             A key of `SCALES`, see [`group_advantages`].
         ddof (`int`, defaults to 0):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 TRAINERS: dict[str, str] = {
     "flow_grpo": "FlowGRPOTrainer",
+    "mix_grpo": "MixGRPOTrainer",
 }
 """Name on the command line → class. Tests run over these, so that a new trainer is tested by being listed."""
 

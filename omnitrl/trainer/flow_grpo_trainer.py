@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
-from omnitrl.algorithms import clipped_policy_loss
 from omnitrl.trainer.flow_grpo_config import FlowGRPOConfig
-from omnitrl.trainer.replay_trainer import PolicyGradientTrainer, Replayed
-from omnitrl.trainer.rollouts import ReplayBatch, RolloutBuffer
+from omnitrl.trainer.replay_trainer import ClippedPolicyTrainer
 
 
-class FlowGRPOTrainer(PolicyGradientTrainer):
+class FlowGRPOTrainer(ClippedPolicyTrainer):
     """
     Trainer for [Flow-GRPO](https://huggingface.co/papers/2505.05470).
 
@@ -72,17 +68,3 @@ class FlowGRPOTrainer(PolicyGradientTrainer):
         ),
     }
     args: FlowGRPOConfig
-
-    def policy_loss(self, replayed: Replayed, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor:
-        """The clipped policy loss, (R,)."""
-        args = self.args
-        policy = clipped_policy_loss(
-            replayed.log_probs,
-            batch.old_log_probs,
-            batch.advantages,
-            args.epsilon,
-            args.epsilon_high,
-            args.advantage_clip,
-        )
-        self.log_clipping(policy)
-        return policy.loss

@@ -15,6 +15,7 @@ from omnitrl.algorithms import (
     PolicyLoss,
     SigmaTable,
     TransitionTable,
+    clipped_policy_loss,
     gaussian_log_prob,
     reference_kl,
     thin_tail,
@@ -24,7 +25,7 @@ from omnitrl.algorithms import (
 )
 from omnitrl.rollout import SamplingParams
 from omnitrl.trainer.adapters import ReferencePolicy
-from omnitrl.trainer.replay_config import PolicyGradientConfig, ReplayConfig
+from omnitrl.trainer.replay_config import ClippedPolicyConfig, PolicyGradientConfig, ReplayConfig
 from omnitrl.trainer.rollout_trainer import RolloutTrainer
 from omnitrl.trainer.rollouts import ReplayBatch, ReplayBatches, RolloutBuffer
 
@@ -227,6 +228,26 @@ class PolicyGradientTrainer(ReplayTrainer):
         self.metrics.add("clip_ratio/low_mean", policy.clipped_low.float())
         self.metrics.add("clip_ratio/high_mean", policy.clipped_high.float())
         self.metrics.add("clip_ratio/region_mean", (policy.clipped_low | policy.clipped_high).float())
+
+
+class ClippedPolicyTrainer(PolicyGradientTrainer):
+    """A policy gradient whose probability ratio is clipped, as in PPO; see [`SamplingTrainer`] for the arguments."""
+
+    args: ClippedPolicyConfig
+
+    def policy_loss(self, replayed: Replayed, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor:
+        """`max(-A r, -A clip(r, 1 - epsilon, 1 + epsilon_high))`, (R,)."""
+        args = self.args
+        policy = clipped_policy_loss(
+            replayed.log_probs,
+            batch.old_log_probs,
+            batch.advantages,
+            args.epsilon,
+            args.epsilon_high,
+            args.advantage_clip,
+        )
+        self.log_clipping(policy)
+        return policy.loss
 
 
 def _ranges(steps: Sequence[int]) -> str:

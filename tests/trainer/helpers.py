@@ -21,7 +21,9 @@ def brightness(prompts, completions, **kwargs):
 
 
 # What an algorithm needs beside what all are given: options by name, and arguments of the trainer, made of the model.
-SETTINGS: dict[str, dict] = {}
+SETTINGS: dict[str, dict] = {
+    "mix_grpo": {"sde_window_size": 3},  # its window of 4 does not fit 4 steps
+}
 ARGUMENTS: dict[str, Callable] = {}
 
 # Algorithms by what their trainers do; tests of a part of the loop run over those that have it.
