@@ -70,7 +70,7 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
     from torch import Tensor
 
     from omnitrl import FlowGRPOTrainer
-    from omnitrl.trainer import flow_grpo_trainer, rollout_trainer
+    from omnitrl.trainer import replay_trainer
     from omnitrl.trainer.rollouts import ReplayBatches
 
     class TimedTrainer(FlowGRPOTrainer):
@@ -88,9 +88,9 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
             return loss
 
         def _measure(self, model: Any, inputs: Any) -> None:
-            buffer, samples = self._next_micro_batch()  # makes the rollout
+            buffer, batches = self.next_micro_batch()  # makes the rollout
             network = self.flow_model.transformer
-            calls = [self._network_inputs(batch, buffer) for batch in buffer.replay(samples, 1)]
+            calls = [self._network_inputs(batch, buffer) for batch in batches]
 
             def bare() -> None:
                 for call in calls:
@@ -104,10 +104,10 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
             watched = {
                 **shared,
                 "stack rows": (ReplayBatches, "__getitem__"),
-                "transition": [(rollout_trainer, "transition_mean"), (rollout_trainer, "transition_std")],
-                "log_prob": (rollout_trainer, "gaussian_log_prob"),
-                "loss": (flow_grpo_trainer, "clipped_policy_loss"),
-                "metrics": (self, "log_policy"),
+                "transition": [(replay_trainer, "transition_mean"), (replay_trainer, "transition_std")],
+                "log_prob": (replay_trainer, "gaussian_log_prob"),
+                "loss": (replay_trainer, "clipped_policy_loss"),
+                "metrics": [(self, "log_ratio"), (self, "log_clipping")],
                 "guidance": (self.model, "_velocity"),  # what of the velocity is not the network
             }
             cases = {BARE: (bare, shared), TRAINER: (trainer, watched)}
