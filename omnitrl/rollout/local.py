@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -83,13 +83,13 @@ class LocalEngine:
 
     @torch.no_grad()
     def _generate_batch(
-        self, requests: Sequence[SampleRequest], sampler: _Sampler, prefixes: dict[int | None, Tensor]
+        self, requests: Sequence[SampleRequest], sampler: _Sampler, prefixes: dict[Hashable, Tensor]
     ) -> list[Trajectory]:
         model, params = self.model, sampler.params
         noises = [SampleNoise(request.seed, request.start_seed) for request in requests]
         conditions = self._encode(requests, params)
         if prefixes:
-            latents, first = torch.stack([prefixes[request.start_seed] for request in requests]), sampler.first_noise
+            latents, first = torch.stack([prefixes[_branch(request)] for request in requests]), sampler.first_noise
         else:
             latents, first = self._start(noises, sampler.shape), 0
         kept = _Kept(params.keep_steps, len(requests), params.keep_means)
@@ -98,21 +98,21 @@ class LocalEngine:
         clean = latents if params.keep_clean else None
         return kept.trajectories(requests, media, sampler.table, self.weight_version, clean)
 
-    def _shared_prefixes(self, requests: Sequence[SampleRequest], sampler: _Sampler) -> dict[int | None, Tensor]:
-        """Latents before the first stochastic step for each start noise, computed once."""
-        distinct = list({request.start_seed: request for request in requests}.values())
+    def _shared_prefixes(self, requests: Sequence[SampleRequest], sampler: _Sampler) -> dict[Hashable, Tensor]:
+        """Latents before the first stochastic step for each group and start noise, computed once."""
+        distinct = list({_branch(request): request for request in requests}.values())
         if sampler.first_noise == 0:
             return {}
         if any(request.start_seed is None for request in distinct):
             raise ValueError("shared_prefix=True needs requests with a start_seed, which their group shares.")
-        prefixes: dict[int | None, Tensor] = {}
+        prefixes: dict[Hashable, Tensor] = {}
         for start in range(0, len(distinct), self.batch_size):
             part = distinct[start : start + self.batch_size]
             noises = [SampleNoise(request.seed, request.start_seed) for request in part]
             latents, conditions = self._start(noises, sampler.shape), self._encode(part, sampler.params)
             with torch.no_grad():
                 latents = self._sample(latents, conditions, sampler, range(sampler.first_noise))
-            prefixes |= {request.start_seed: row.clone() for request, row in zip(part, latents, strict=True)}
+            prefixes |= {_branch(request): row.clone() for request, row in zip(part, latents, strict=True)}
         return prefixes
 
     def _start(self, noises: Sequence[SampleNoise], shape: tuple[int, ...]) -> Tensor:
@@ -186,6 +186,11 @@ class LocalEngine:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+def _branch(request: SampleRequest) -> Hashable:
+    """What samples have in common that may share their first steps: the prompt too, not the noise alone."""
+    return request.group_id, request.start_seed
 
 
 class _Sampler:

@@ -66,7 +66,8 @@ class SamplingParams:
         log_prob_form (`str`):
             A key of `omnitrl.algorithms.LOG_PROB_FORMS`.
         shared_prefix (`bool`):
-            Compute the deterministic steps before the first stochastic one once for all samples with one start noise.
+            Compute the deterministic steps before the first stochastic one once for the samples of a group, which then
+            branches. They must share their start noise.
         tail_ratio (`float`):
             Share of the steps after the last stochastic one that is kept, see `omnitrl.algorithms.thin_tail`.
         decode (`bool`):
