@@ -117,7 +117,7 @@ def load_tensors(path: str | Path) -> dict[str, Any]:
 
 def plan_of(args: Any) -> dict[str, Any]:
     """The options that a run must go on with."""
-    return {name: getattr(args, name) for name in _PLAN}
+    return {name: getattr(args, name) for name in (*_PLAN, *args.plan_options)}
 
 
 def check_same(where: str, saved: dict[str, Any], now: dict[str, Any], what: str) -> None:

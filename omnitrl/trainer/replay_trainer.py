@@ -120,9 +120,10 @@ class ReplayTrainer(RolloutTrainer):
     def _recompute_log_probs(self, buffer: RolloutBuffer) -> None:
         """Old log-probs (and means) under the guidance that is trained, where it differs from the rollout's."""
         policy, size = self.current_policy(), self.args.per_device_train_batch_size
-        for start in range(0, len(buffer.trajectories), size):
-            part = buffer.trajectories[start : start + size]
-            batches = self.cut(buffer, list(range(start, start + len(part))))
+        trained = sorted({i for unit in buffer.units for i in unit})
+        for start in range(0, len(trained), size):
+            part = [buffer.trajectories[i] for i in trained[start : start + size]]
+            batches = self.cut(buffer, trained[start : start + size])
             replays = [self.replay(policy, batches[i], buffer) for i in range(len(batches))]
             log_probs = torch.cat([replayed.log_probs for replayed in replays]).view(len(buffer.steps), len(part))
             for trajectory, values in zip(part, log_probs.unbind(1), strict=True):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, lcm
 from typing import ClassVar
 
 from omnitrl.algorithms import AGGREGATIONS, BASELINES, ODE_SOLVERS, SCALES, TRIM_TAILS
@@ -41,6 +41,9 @@ class RolloutConfig(BaseConfig):
         "advantage_eps": 0,
     }
 
+    plan_options: ClassVar[tuple[str, ...]] = ()
+    """Options of a subclass that decide which samples are trained, so that a run must go on with them."""
+
     # Sampling
     num_inference_steps: int = field(default=10, metadata={"help": "Sampler steps T in rollouts."})
     ode_solver: str = field(
@@ -66,7 +69,10 @@ class RolloutConfig(BaseConfig):
     # Advantages
     multi_objective_aggregation: str = field(
         default="sum_then_normalize",
-        metadata={"help": "'sum_then_normalize' rewards, or 'normalize_then_sum' them (GDPO)."},
+        metadata={
+            "help": "'sum_then_normalize' rewards, 'normalize_then_sum' them (GDPO), or 'normalize_each' and add "
+            "(MixGRPO)."
+        },
     )
     scale_rewards: str = field(
         default="group", metadata={"help": "Advantages are divided by the std of 'group', 'batch' or 'none'."}
@@ -147,24 +153,17 @@ class RolloutConfig(BaseConfig):
         The units of a rollout are cut into micro-batches. Where a unit is not a sample, groups must lie within a
         device, because its members are compared there.
         """
-        size, units = self.num_generations, self.units_per_group
         per_step = self.per_device_train_batch_size * self.world_size  # units
+        whole = self._smallest_groups(per_step)
         if self.generation_batch_size is None:
-            if self.steps_per_generation is None:
-                self.steps_per_generation = self._smallest_steps_per_generation(per_step)
-            self.generation_batch_size = self._samples_of(per_step * self.steps_per_generation)
+            self.generation_batch_size = self._samples_of_steps(per_step, whole * self.units_per_group // per_step)
         self._check_whole_groups(per_step)
         samples = self.generation_batch_size
-        trained = samples // size * units
-        whole = per_step if units == size else max(per_step, self.world_size * units)
-        if trained % per_step or (units != size and samples % (size * self.world_size)):
-            fits = self._samples_of(-(-trained // whole) * whole)
-            raise InputError(
-                f"generation_batch_size={samples}{self._unit_count(trained)} must be a multiple of "
-                f"per_device_train_batch_size × devices = {self.per_device_train_batch_size} × {self.world_size} = "
-                f"{per_step}: use {fits}."
-            )
-        steps = trained // per_step
+        groups = samples // self.num_generations
+        if groups % whole:
+            fits = -(-groups // whole) * whole * self.num_generations
+            raise InputError(f"generation_batch_size={samples} {self._why_not(groups, per_step)}: use {fits}.")
+        steps = groups * self.units_per_group // per_step
         if self.steps_per_generation not in (None, steps):
             raise InputError(
                 f"steps_per_generation={self.steps_per_generation} and generation_batch_size={samples} disagree "
@@ -173,16 +172,36 @@ class RolloutConfig(BaseConfig):
         self.steps_per_generation = steps
         self._check_accumulation()
 
-    def _samples_of(self, units: int) -> int:
-        """Samples that it takes to train on so many units; not rounded where a unit is a sample."""
-        if self.units_per_group == self.num_generations:
-            return units
-        return -(-units // self.units_per_group) * self.num_generations
+    def _smallest_groups(self, per_step: int) -> int:
+        """Groups in the smallest rollout that can be cut into micro-batches."""
+        units, batch = self.units_per_group, self.per_device_train_batch_size
+        if units == self.num_generations:
+            return per_step // gcd(per_step, units)
+        return self.world_size * (batch // gcd(batch, units))
 
-    def _unit_count(self, trained: int) -> str:
+    def _samples_of_steps(self, per_step: int, whole: int) -> int:
+        """Samples in a rollout of `steps_per_generation`, set here if it is not; `whole` of them are the fewest."""
+        steps = self.steps_per_generation or lcm(whole, self.gradient_accumulation_steps)
+        self.steps_per_generation = steps
         if self.units_per_group == self.num_generations:
-            return ""
-        return f" (of which {trained} are trained, {self.units_per_group} of each {self.num_generations})"
+            return per_step * steps
+        if steps % whole:
+            raise InputError(
+                f"steps_per_generation={steps} with per_device_train_batch_size={self.per_device_train_batch_size} "
+                f"makes no whole groups on each of {self.world_size} device(s), each of which gives "
+                f"{self.units_per_group} to train on: use {-(-steps // whole) * whole}."
+            )
+        return per_step * steps // self.units_per_group * self.num_generations
+
+    def _why_not(self, groups: int, per_step: int) -> str:
+        """What is wrong with a rollout of so many groups."""
+        batch, world, units = self.per_device_train_batch_size, self.world_size, self.units_per_group
+        if units == self.num_generations:
+            return f"must be a multiple of per_device_train_batch_size × devices = {batch} × {world} = {per_step}"
+        return (
+            f"makes {groups} group(s), of which each gives {units} to train on, but they must be whole on each of "
+            f"{world} device(s) and fill micro-batches of per_device_train_batch_size={batch}"
+        )
 
     def _check_whole_groups(self, per_step: int) -> None:
         size, groups = self.generation_batch_size or 0, self.num_generations
@@ -195,11 +214,6 @@ class RolloutConfig(BaseConfig):
                 f"num_generations={groups} needs a rollout batch that is a multiple of {groups}, got {size} "
                 f"({per_step} samples a micro-batch on {self.world_size} device(s)): use {works}{other}."
             )
-
-    def _smallest_steps_per_generation(self, per_step: int) -> int:
-        whole_groups = self.units_per_group // gcd(per_step, self.units_per_group)
-        accumulation = self.gradient_accumulation_steps
-        return whole_groups * accumulation // gcd(whole_groups, accumulation)
 
     def _check_accumulation(self) -> None:
         micro, accumulation = self.micro_steps_per_rollout, self.gradient_accumulation_steps
