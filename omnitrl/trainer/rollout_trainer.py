@@ -21,7 +21,7 @@ from omnitrl.algorithms import (
     zero_std_fraction,
 )
 from omnitrl.data import PromptStream
-from omnitrl.errors import RunError
+from omnitrl.errors import InputError, RunError
 from omnitrl.rollout import SampleRequest, SamplingParams, Trajectory, stable_seed
 from omnitrl.trainer.checkpoints import check_prompts, check_same, plan_of
 from omnitrl.trainer.metrics import gather_list
@@ -71,6 +71,14 @@ class RolloutTrainer(SamplingTrainer):
         accumulation = self.args.gradient_accumulation_steps
         return math.ceil(steps / accumulation) * accumulation
 
+    def check_other_prompts(self) -> None:
+        """Raises unless there are two rows, which a control needs that mixes up prompts."""
+        if len(self.train_rows) < 2:
+            raise InputError(
+                f"shuffle_prompts=True needs other prompts, but train_dataset has {len(self.train_rows)} row(s): give "
+                "it 2 at least, or use shuffle_prompts=False."
+            )
+
     def _begin(self) -> None:
         self._buffer = None
         super()._begin()
@@ -107,8 +115,12 @@ class RolloutTrainer(SamplingTrainer):
         Returns:
             `Tensor`: (N,), or (N, A) for a subclass with several losses.
         """
-        args = self.args
         weights = torch.tensor([weight for weight in self.reward_weights if weight != 0], dtype=torch.float32)
+        return self.advantages_of(rewards, weights)
+
+    def advantages_of(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        """Advantages (N,) of rewards (N, F) of these weights (F,), by the options of the config."""
+        args = self.args
         return reward_advantages(
             rewards,
             weights,
