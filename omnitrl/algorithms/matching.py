@@ -168,6 +168,31 @@ def _logit_normal(
     return _in_range(torch.randn(count, generator=generator).sigmoid(), low, high), None
 
 
+def grid_steps(num_steps: int, low: float = 0.0, high: float = 1.0) -> range:
+    """
+    Steps of a sampler that lie in the part `low..high` of the way from noise (0) to data (1).
+
+    Args:
+        num_steps (`int`):
+            Steps of the sampler, T.
+        low (`float`, defaults to 0.0):
+            Where the part begins.
+        high (`float`, defaults to 1.0):
+            Where the part ends.
+
+    Returns:
+        `range`: `floor(low * T)` to `floor(high * T) - 1`, which may be empty.
+
+    Example:
+
+    ```python
+    >>> grid_steps(10, high=0.99)
+    range(0, 9)
+    ```
+    """
+    return range(math.floor(low * num_steps + _ROUNDING), math.floor(high * num_steps + _ROUNDING))
+
+
 def _grid(
     count: int, generator: torch.Generator, grid: Tensor | None, low: float, high: float
 ) -> tuple[Tensor, Tensor | None]:
@@ -179,13 +204,13 @@ def _grid(
             f"(T + 1,)."
         )
     num_steps = grid.shape[0] - 1
-    first, last = math.floor(low * num_steps + _ROUNDING), math.floor(high * num_steps + _ROUNDING)
-    if first >= last:
+    part = grid_steps(num_steps, low, high)
+    if not part:
         raise ValueError(
             f"low={low:g}, high={high:g} of a grid of {num_steps} steps holds none of them: use low=0.0, high=1.0."
         )
-    rounds = -(-count // (last - first))
-    steps = torch.cat([first + torch.randperm(last - first, generator=generator) for _ in range(rounds)])[:count]
+    rounds = -(-count // len(part))
+    steps = torch.cat([part[0] + torch.randperm(len(part), generator=generator) for _ in range(rounds)])[:count]
     return grid.detach().to("cpu", torch.float32)[steps], steps
 
 

@@ -21,9 +21,9 @@ class PolicyAverage:
     """
     An average of the trained weights over time: the old policy of DiffusionNFT, the average that AWM stays close to.
 
-    With LoRA it is a second set of adapter weights; with full fine-tuning, of all weights. They are copied into the
-    trained parameters while they are used, so that adapters, whole networks, DDP and FSDP2 need no case of their own.
-    Use it before the forward that has a backward: autograd must not see the exchange.
+    With LoRA it is a second set of adapter weights; with full fine-tuning, of all weights. The two sets change places
+    while the average is used, so that adapters, whole networks, DDP and FSDP2 need no case of their own. Use it before
+    the forward that has a backward: autograd must not see the exchange.
 
     Args:
         parameters (`Sequence[nn.Parameter]`):
@@ -53,18 +53,20 @@ class PolicyAverage:
 
     @contextmanager
     def applied(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Puts the average in place of the trained weights; they come back at the end, bit for bit."""
-        own = [local(p.detach()).clone() for p in parameters]
+        """Exchanges the average and the trained weights; both are back at the end, bit for bit."""
+        self._exchange(parameters)
         try:
-            self._write(parameters, self._weights)
             yield
         finally:
-            self._write(parameters, own)
+            self._exchange(parameters)
 
-    @staticmethod
-    def _write(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(parameters, values, strict=True):
-            local(parameter.data).copy_(value)
+    def _exchange(self, parameters: Sequence[nn.Parameter]) -> None:
+        # One by one, so that no third set of weights is ever there; in place, so that views of them stay valid.
+        for weight, parameter in zip(self._weights, parameters, strict=True):
+            trained = local(parameter.data)
+            kept = trained.clone()
+            trained.copy_(weight)
+            weight.copy_(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """The weights of this process."""

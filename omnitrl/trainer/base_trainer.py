@@ -33,7 +33,7 @@ from omnitrl.errors import InputError, RunError
 from omnitrl.models import FlowModel, Policy, load_flow_model
 from omnitrl.report import Progress, ReportCallback, RunSummary
 from omnitrl.trainer.adapters import attach_adapters, has_adapters
-from omnitrl.trainer.averages import local
+from omnitrl.trainer.averages import PolicyAverage, local
 from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.checkpoints import (
     STAGING,
@@ -170,11 +170,16 @@ class BaseTrainer(HubTrainer):
             fsdp.mixed_precision_policy = replace(
                 fsdp.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
             )
+        if self.args.ema_decay is not None:
+            self.check_averages(f"ema_decay={self.args.ema_decay}", ", or ema_decay=None")
+
+    def check_averages(self, option: str, alternative: str = "") -> None:
+        """Raises where a second set of the trained weights, which `option` asks for, is not to be had."""
         plugin = self.accelerator.state.deepspeed_plugin
-        if self.args.ema_decay is not None and plugin is not None and plugin.zero_stage == 3:
+        if plugin is not None and plugin.zero_stage == 3:
             raise InputError(
-                f"ema_decay={self.args.ema_decay} cannot be used with DeepSpeed ZeRO-3, which leaves parameters empty "
-                "between steps: use ZeRO-2 or FSDP2, or ema_decay=None."
+                f"{option} cannot be used with DeepSpeed ZeRO-3, which leaves parameters empty between steps: use "
+                f"ZeRO-2 or FSDP2{alternative}."
             )
 
     @property
@@ -332,7 +337,22 @@ class BaseTrainer(HubTrainer):
             self.ema.copy_to(parameters)
             yield
         finally:
+            self._reshard()  # what FSDP2 has gathered is the average
             self.ema.restore(parameters)
+
+    def new_average(self, option: str) -> PolicyAverage:
+        """A second set of the trained weights, which `option` asks for; to be made in `_begin`, where they lie."""
+        self.check_averages(option)
+        return PolicyAverage(self.trainable_parameters())
+
+    @contextmanager
+    def average_weights(self, average: PolicyAverage) -> Iterator[None]:
+        """Puts `average` in place of the trained weights; the trained ones come back at the end."""
+        with average.applied(self.trainable_parameters()):
+            try:
+                yield
+            finally:
+                self._reshard()  # what FSDP2 has gathered is the average
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, last: bool) -> Iterator[None]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from omnitrl.algorithms import SIGMA_SAMPLINGS
+from omnitrl.algorithms import SIGMA_SAMPLINGS, grid_steps
 from omnitrl.errors import InputError
 from omnitrl.trainer.base_config import check_choice
 from omnitrl.trainer.rollout_config import RolloutConfig
@@ -38,7 +38,12 @@ class MatchingConfig(RolloutConfig):
         "timesteps_per_forward": 1,
     }
 
-    timesteps_per_sample: int = field(default=4, metadata={"help": "Noise levels at which each sample is trained."})
+    timesteps_per_sample: int | None = field(
+        default=4,
+        metadata={
+            "help": "Noise levels at which each sample is trained; None for all that a 'grid' has in the range."
+        },
+    )
     timesteps_per_forward: int = field(
         default=1, metadata={"help": "Noise levels of a micro-batch in one network call; more is faster, and larger."}
     )
@@ -57,6 +62,32 @@ class MatchingConfig(RolloutConfig):
         },
     )
 
+    # Derived
+
+    @property
+    def num_noise_levels(self) -> int:
+        """Noise levels at which each sample is trained."""
+        if self.timesteps_per_sample is not None:
+            return self.timesteps_per_sample
+        return len(grid_steps(self.num_inference_steps, self.timestep_range[0], self.timestep_range[1]))
+
+    # Checks
+
     def _check_choices(self) -> None:
         super()._check_choices()
         check_noise_levels(self)
+
+    def _check_ranges(self) -> None:
+        super()._check_ranges()
+        if self.sigma_sampling == "grid":
+            low, high = self.timestep_range
+            if not grid_steps(self.num_inference_steps, low, high):
+                raise InputError(
+                    f"timestep_range={self.timestep_range} holds none of the num_inference_steps="
+                    f"{self.num_inference_steps} steps: use 0.0 0.99 for all but the last."
+                )
+        elif self.timesteps_per_sample is None:
+            raise InputError(
+                f"timesteps_per_sample=None trains each step of a grid, which sigma_sampling={self.sigma_sampling!r} "
+                "does not have: use timesteps_per_sample=4, or sigma_sampling='grid'."
+            )

@@ -26,7 +26,7 @@ class NoiseLevels:
         bounds (`tuple[float, float]`):
             Part of the way from noise (0) to data (1), see [`~omnitrl.algorithms.sample_sigmas`].
         table ([`~omnitrl.algorithms.SigmaTable`]):
-            The sampler's grid, for `"grid"`.
+            The sampler's grid, for `"grid"`; on the CPU.
     """
 
     sampling: str
@@ -37,10 +37,8 @@ class NoiseLevels:
     def draw(self, seed: int, shape: tuple[int, ...], model: FlowModel) -> Draws:
         """Levels and noise for one sample, on the CPU, the same on every rank."""
         generator = torch.Generator().manual_seed(seed)
-        sigmas, steps = sample_sigmas(
-            self.sampling, self.count, generator, self.table.sigmas.cpu(), self.bounds[0], self.bounds[1]
-        )
-        timesteps = model.timesteps_of(sigmas) if steps is None else self.table.timesteps.cpu()[steps]
+        sigmas, steps = sample_sigmas(self.sampling, self.count, generator, self.table.sigmas, *self.bounds)
+        timesteps = model.timesteps_of(sigmas) if steps is None else self.table.timesteps[steps]
         return Draws(sigmas, timesteps, torch.randn(self.count, *shape, generator=generator))
 
 
