@@ -58,14 +58,14 @@ def load_prompts(
 
     name = "The dataset"
     if isinstance(source, (str, os.PathLike)):
-        name, source = str(source), _load_named(source, split)
+        name, source = str(source), load_named(source, split)
     if isinstance(source, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         raise InputError(
             "Prompts cannot be streamed, because groups are drawn by row number: take the rows you need with "
             "`Dataset.from_list(list(ds.take(1000)))`."
         )
     if isinstance(source, datasets.DatasetDict):
-        source = _pick_split(source, split, name)
+        source = pick_split(source, split, name)
     if isinstance(source, (list, tuple)):
         source = _from_rows(source, name)
     if not isinstance(source, datasets.Dataset):
@@ -77,7 +77,7 @@ def load_prompts(
     return source
 
 
-def _load_named(source: str | os.PathLike[str], split: str) -> "Dataset | DatasetDict":
+def load_named(source: str | os.PathLike[str], split: str) -> "Dataset | DatasetDict":
     """A file, a folder or a Hub id, in this order."""
     path = Path(source)
     reader = _READERS.get(path.suffix.lower())
@@ -130,7 +130,7 @@ def _from_hub(name: str, split: str) -> "Dataset":
         ) from error
 
 
-def _pick_split(source: "DatasetDict", split: str, name: str) -> "Dataset":
+def pick_split(source: "DatasetDict", split: str, name: str) -> "Dataset":
     if split not in source:
         raise InputError(
             f"{name} has no split {split!r}; it has {', '.join(source)}.{did_you_mean(split, source)} Name one of "
@@ -240,7 +240,7 @@ def _check_prompts(dataset: "Dataset", name: str) -> None:
         raise InputError(f"{name} has no rows: give at least one prompt.")
     if "prompt" not in dataset.column_names:
         columns = list(dataset.column_names)
-        candidate = _likely_prompt_column(columns)
+        candidate = likely_prompt_column(columns)
         raise InputError(
             f"{name} has no column 'prompt', it has {columns}: rename the one with the prompts, for example "
             f'dataset.rename_column("{candidate}", "prompt").'
@@ -251,7 +251,7 @@ def _check_prompts(dataset: "Dataset", name: str) -> None:
             f"The column 'prompt' of {name} holds {feature}, but it must hold strings: make them with "
             'dataset.map(lambda row: {"prompt": str(row["prompt"])}).'
         )
-    row = _first_blank(dataset["prompt"][:])
+    row = first_blank(dataset["prompt"][:])
     if row is not None:
         raise InputError(
             f"{name} has a blank prompt in row {row} (counted from 0): leave such rows out with "
@@ -259,7 +259,7 @@ def _check_prompts(dataset: "Dataset", name: str) -> None:
         )
 
 
-def _likely_prompt_column(columns: list[str]) -> str:
+def likely_prompt_column(columns: list[str]) -> str:
     """The column that is most probably meant, by the names that public datasets use."""
     for usual in ("prompts", "caption", "captions", "text", "Prompt"):
         if usual in columns:
@@ -267,5 +267,5 @@ def _likely_prompt_column(columns: list[str]) -> str:
     return columns[0] if columns else "caption"
 
 
-def _first_blank(prompts: Iterable[str | None]) -> int | None:
+def first_blank(prompts: Iterable[str | None]) -> int | None:
     return next((row for row, prompt in enumerate(prompts) if prompt is None or not prompt.strip()), None)

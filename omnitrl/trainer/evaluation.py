@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from omnitrl.trainer.sampling_trainer import SamplingTrainer
 
 
-def evaluate_prompts(trainer: SamplingTrainer, dataset: Any, prefix: str) -> dict[str, float]:
+def evaluate_prompts(
+    trainer: SamplingTrainer, dataset: Any, prefix: str, also: dict[str, float] | None = None
+) -> dict[str, float]:
     """
     Scores every prompt of `dataset` `num_generations_eval` times, whatever the number of ranks.
 
@@ -26,8 +28,18 @@ def evaluate_prompts(trainer: SamplingTrainer, dataset: Any, prefix: str) -> dic
     from the same noise. Ranks take equal shares; a rank that would have fewer repeats a sample, so that collective
     network calls stay in step, and the repetition is dropped before anything is averaged.
 
+    Args:
+        trainer ([`SamplingTrainer`]):
+            Samples and scores.
+        dataset (`Iterable[dict]`):
+            Rows with a `prompt`.
+        prefix (`str`):
+            Of the metrics.
+        also (`dict[str, float]`, *optional*):
+            Metrics of this set that were measured otherwise.
+
     Returns:
-        `dict[str, float]`: metrics with `prefix`.
+        `dict[str, float]`: metrics with `prefix`, those of `also` first.
     """
     args, started = trainer.args, time.perf_counter()
     members = args.num_generations_eval
@@ -46,7 +58,9 @@ def evaluate_prompts(trainer: SamplingTrainer, dataset: Any, prefix: str) -> dic
     gathered = gather_list(rows[: len(mine)])
     rewards = torch.tensor(gathered, dtype=torch.float32)  # (N, F)
     total = torch.full((len(rewards),), math.nan) if trainer.rewards is None else trainer.rewards.total(rewards)
-    metrics = {} if trainer.rewards is None else _metrics(trainer.rewards.names, rewards, total, prefix)
+    metrics = dict(also or {})
+    if trainer.rewards is not None:
+        metrics |= _metrics(trainer.rewards.names, rewards, total, prefix)
     metrics[f"{prefix}_runtime"] = round(time.perf_counter() - started, 3)
     samples = [
         Sample(prompt=request.row["prompt"], image=image, reward=float(reward))
