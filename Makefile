@@ -46,14 +46,17 @@ quickstart: $(USER_STAMP)  ## train the model that ships with the package and sh
 setup: $(DEV_STAMP)  ## the environment for development, in .venv
 
 test: $(DEV_STAMP) test-compat  ## all tests
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "not distributed and not server" $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not distributed and not server and not matrix" $(ARGS)
 	$(PYTEST) -m "distributed or server" $(ARGS) $(NONE_IS_FINE)
 
 test-fast: $(DEV_STAMP)  ## the tests that take seconds
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not distributed and not server" $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not distributed and not server and not matrix" $(ARGS)
 
 test-compat: $(DEV_STAMP) $(COMPAT_STAMP)  ## the tests marked `compat`, with the oldest supported libraries
 	PYTHONPATH=$(COMPAT_DIR) $(PYTEST) -n $(JOBS) --dist worksteal -m compat $(ARGS)
+
+test-matrix: $(DEV_STAMP)  ## every algorithm on every model, and the table of it in the documentation
+	WRITE_MATRIX=1 $(PYTEST) -n $(JOBS) --dist worksteal tests/trainer/test_matrix.py -k new_object
 
 bench: $(DEV_STAMP)  ## what prints the figures of time and memory that the documentation quotes
 	set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py $(ARGS); done
