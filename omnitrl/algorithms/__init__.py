@@ -63,6 +63,7 @@ from omnitrl.algorithms.sigmas import SigmaTable, make_sigma_table, shifted_sigm
 from omnitrl.algorithms.solvers import ODE_SOLVERS, SolverTable, predicted_data, solver_step, solver_table, thin_tail
 from omnitrl.algorithms.transitions import (
     LOG_PROB_FORMS,
+    LOG_PROB_REDUCTIONS,
     SDE_TYPES,
     TransitionTable,
     cps,
@@ -87,6 +88,7 @@ __all__ = [
     "DPO_FORMS",
     "KL_FORMS",
     "LOG_PROB_FORMS",
+    "LOG_PROB_REDUCTIONS",
     "NFT_MODES",
     "ODE_SOLVERS",
     "OLD_POLICY_SCHEDULES",

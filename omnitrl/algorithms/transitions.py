@@ -326,6 +326,8 @@ LOG_PROB_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squared_error": _squared_error,
 }
 
+LOG_PROB_REDUCTIONS = ("mean", "sum")
+
 
 def gaussian_log_prob(
     sample: Tensor, mean: Tensor, std: Tensor | float, reduction: str = "mean", form: str = "gaussian"
@@ -363,8 +365,9 @@ def gaussian_log_prob(
     tensor([-0.9189])
     ```
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r} is not known: use 'mean' or 'sum'.")
+    if reduction not in LOG_PROB_REDUCTIONS:
+        known = " or ".join(map(repr, LOG_PROB_REDUCTIONS))
+        raise ValueError(f"reduction={reduction!r} is not known: use {known}.")
     if form not in LOG_PROB_FORMS:
         raise ValueError(f"form={form!r} is not known: use one of {', '.join(map(repr, LOG_PROB_FORMS))}.")
     check_same_shape(sample=sample, mean=mean)

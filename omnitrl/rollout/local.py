@@ -158,7 +158,8 @@ class LocalEngine:
         noise = torch.stack([noise.step(sampler.shape) for noise in noises]).to(latents.device)
         following = noise.mul_(std).add_(mean)
         if kept is not None and step in kept.steps:
-            log_prob = gaussian_log_prob(following, mean, std, form=sampler.params.log_prob_form)
+            params = sampler.params
+            log_prob = gaussian_log_prob(following, mean, std, params.log_prob_reduction, params.log_prob_form)
             kept.add(latents, following, mean, log_prob)
         return following
 

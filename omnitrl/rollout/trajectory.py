@@ -63,8 +63,8 @@ class SamplingParams:
             Whether the mean of each kept step is recorded too.
         keep_clean (`bool`):
             Whether the final latents are recorded.
-        log_prob_form (`str`):
-            A key of `omnitrl.algorithms.LOG_PROB_FORMS`.
+        log_prob_form, log_prob_reduction (`str`):
+            A key of `omnitrl.algorithms.LOG_PROB_FORMS`, and one of `LOG_PROB_REDUCTIONS`.
         shared_prefix (`bool`):
             Compute the deterministic steps before the first stochastic one once for the samples of a group, which then
             branches. They must share their start noise.
@@ -86,6 +86,7 @@ class SamplingParams:
     keep_means: bool = False
     keep_clean: bool = False
     log_prob_form: str = "gaussian"
+    log_prob_reduction: str = "mean"
     shared_prefix: bool = False
     tail_ratio: float = 1.0
     decode: bool = True

@@ -33,11 +33,12 @@ class GRPOGuardConfig(ClippedPolicyConfig):
 
     def _check_choices(self) -> None:
         super()._check_choices()
-        if self.log_prob_form != "gaussian":
-            raise InputError(
-                f"log_prob_form={self.log_prob_form!r} would change nothing, because GRPO-Guard's ratio is of means "
-                "and not of log-probs: use 'gaussian'."
-            )
+        for name, default in (("log_prob_form", "gaussian"), ("log_prob_reduction", "mean")):
+            if getattr(self, name) != default:
+                raise InputError(
+                    f"{name}={getattr(self, name)!r} would change nothing, because GRPO-Guard's ratio is of means and "
+                    f"not of log-probs: use {default!r}."
+                )
 
     # Derived
 

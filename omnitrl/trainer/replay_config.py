@@ -11,6 +11,7 @@ import torch
 from omnitrl.algorithms import (
     KL_FORMS,
     LOG_PROB_FORMS,
+    LOG_PROB_REDUCTIONS,
     SDE_TYPES,
     WINDOW_STRATEGIES,
     sde_window,
@@ -50,6 +51,13 @@ class ReplayConfig(RolloutConfig):
     log_prob_form: str = field(
         default="gaussian",
         metadata={"help": "'gaussian', or 'squared_error': without variance and normaliser, as CPS code bases use."},
+    )
+    log_prob_reduction: str = field(
+        default="mean",
+        metadata={
+            "help": "'mean' over the latent elements, as all public code bases have it, or 'sum', the log-density; "
+            "clip ranges do not carry over."
+        },
     )
     sde_window_strategy: str = field(
         default="all",
@@ -124,6 +132,7 @@ class ReplayConfig(RolloutConfig):
         super()._check_choices()
         check_choice("sde_type", self.sde_type, [name for name in SDE_TYPES if name != "ode"])
         check_choice("log_prob_form", self.log_prob_form, LOG_PROB_FORMS)
+        check_choice("log_prob_reduction", self.log_prob_reduction, LOG_PROB_REDUCTIONS)
         check_choice("sde_window_strategy", self.sde_window_strategy, WINDOW_STRATEGIES)
 
     def _check_ranges(self) -> None:

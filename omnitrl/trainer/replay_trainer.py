@@ -98,6 +98,7 @@ class ReplayTrainer(RolloutTrainer):
             keep_steps=args.trained_steps(rollout),
             keep_means=self.keep_means,
             log_prob_form=args.log_prob_form,
+            log_prob_reduction=args.log_prob_reduction,
             shared_prefix=args.shared_prefix,
             tail_ratio=args.tail_ratio,
             decode=self.scores_rollouts,
@@ -143,7 +144,8 @@ class ReplayTrainer(RolloutTrainer):
         velocity = self.call_policy(model, batch)
         mean = transition_mean(batch.latents, velocity, buffer.transitions, batch.steps)
         std = transition_std(batch.latents, buffer.transitions, batch.steps)
-        log_probs = gaussian_log_prob(batch.next_latents, mean, std, form=self.args.log_prob_form)
+        args = self.args
+        log_probs = gaussian_log_prob(batch.next_latents, mean, std, args.log_prob_reduction, args.log_prob_form)
         return Replayed(velocity, mean, std, log_probs)
 
     def divergence(
@@ -187,7 +189,8 @@ class ReplayTrainer(RolloutTrainer):
             self.metrics.add("rollout/logp_abs_diff_mean", log_ratio.abs())
             self.metrics.add("rollout/logp_abs_diff_max", log_ratio.abs())
         elif self.is_last_update and len(log_ratio) > 1:
-            self.metrics.add("ratio/sum_log_std", log_ratio.std() * buffer.latent_dim)
+            elements = buffer.latent_dim if self.args.log_prob_reduction == "mean" else 1
+            self.metrics.add("ratio/sum_log_std", log_ratio.std() * elements)
 
 
 class PolicyGradientTrainer(ReplayTrainer):

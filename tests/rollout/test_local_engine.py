@@ -201,6 +201,15 @@ def test_a_shared_start_is_shared_and_nothing_else():
     assert torch.equal(alone.start(shape), torch.randn(shape, generator=torch.Generator().manual_seed(1)))
 
 
+def test_a_summed_log_prob_is_the_mean_times_the_number_of_elements(model):
+    mean = SamplingParams(3, sde_steps=(0, 1), keep_steps=(0, 1))
+    total = SamplingParams(3, sde_steps=(0, 1), keep_steps=(0, 1), log_prob_reduction="sum")
+    averaged, summed = (run(LocalEngine(model), params)[0] for params in (mean, total))
+    assert torch.equal(averaged.next_latents, summed.next_latents)
+    elements = averaged.latents[0].numel()
+    assert torch.allclose(summed.log_probs, averaged.log_probs * elements, rtol=1e-6)
+
+
 @pytest.mark.parametrize("form", ["gaussian", "squared_error"])
 def test_the_form_of_the_log_prob(model, form):
     params = SamplingParams(3, sde_steps=(0, 1), keep_steps=(0, 1), log_prob_form=form)

@@ -308,6 +308,7 @@ def test_a_size_that_is_not_square_is_made(tmp_path):
         ({"scale_rewards": "groups"}, "Did you mean 'group'"),
         ({"multi_objective_aggregation": "sum"}, "use one of 'sum_then_normalize', 'normalize_then_sum'"),
         ({"log_prob_form": "gauss"}, "Did you mean 'gaussian'"),
+        ({"log_prob_reduction": "man"}, "Did you mean 'mean'"),
         ({"rollout_engine": "locl"}, "Did you mean 'local'"),
     ],
 )
