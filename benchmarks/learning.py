@@ -247,6 +247,7 @@ def main() -> None:
 
     only = args.only.split(",") if args.only else ["flow_grpo"] if args.quick else list(TRAINERS)
     seeds = [int(seed) for seed in args.seeds.split(",")] if args.seeds else (1,) if args.quick else SEEDS
+    found = {"environment": environment(args.threads)}
     results: list[dict[str, Any]] = []
     if args.output.is_file():
         results = json.loads(args.output.read_text("utf-8"))["results"]
@@ -258,10 +259,10 @@ def main() -> None:
             results.append(result)
             results.sort(key=lambda r: (list(TRAINERS).index(r["algorithm"]), r["control"], r["seed"]))
             args.output.parent.mkdir(parents=True, exist_ok=True)
-            content = {"environment": environment(args.threads), "results": results}
+            content = {"benchmark": "learning", "quick": args.quick, **found, "results": results}
             args.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print_results(results)
-    write_json(args.output, {"environment": environment(args.threads), "results": results})
+    write_json(args.output, content)
 
 
 if __name__ == "__main__":
