@@ -110,8 +110,8 @@ def guard_policy_loss(
         advantages (`Tensor` of shape `(B,)`):
             Advantage of each row's sample. Detached.
         epsilon (`float`, defaults to 2e-6):
-            Lower clip range of the normalised ratio. The default is verl-omni's for Qwen-Image at 512²; the spread of the
-            ratio falls with the root of the number of latent elements.
+            Lower clip range of the normalised ratio. The default is verl-omni's for Qwen-Image at 512²; the spread of
+            the ratio falls with the root of the number of latent elements.
         epsilon_high (`float`, *optional*):
             Upper clip range. Defaults to `epsilon`.
         advantage_clip (`float`, *optional*, defaults to 5.0):
