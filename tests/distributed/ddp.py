@@ -71,6 +71,12 @@ def full_fine_tuning(place):
     return four_updates(place, peft_config=None, learning_rate=1e-4)
 
 
+def best_and_worst(place):
+    """Each process chooses among its own groups; two of four are trained, in one update of each rollout."""
+    chosen = {"algorithm": "dance_grpo", "best_of_n": 2, "same_init_noise": False}
+    return four_updates(place, gradient_accumulation_steps=2 // WORLD_SIZE, **chosen)
+
+
 def many_backwards(place):
     """Gradients are exchanged once a micro-batch of three network calls, and accumulated over two."""
     run = trainer(
@@ -256,6 +262,7 @@ SCENARIOS = {
         whole_groups,
         split_groups,
         full_fine_tuning,
+        best_and_worst,
         many_backwards,
         evaluation,
         resumed,

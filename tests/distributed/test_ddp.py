@@ -19,6 +19,7 @@ TOGETHER = (
     "whole_groups",
     "split_groups",
     "full_fine_tuning",
+    "best_and_worst",
     "many_backwards",
     "evaluation",
     "resumed",
@@ -43,7 +44,7 @@ def distance(a, b):
     return float(torch.cat([(a[name] - b[name]).flatten() for name in a]).norm() / norm)
 
 
-@pytest.mark.parametrize("name", ["whole_groups", "split_groups", "full_fine_tuning"])
+@pytest.mark.parametrize("name", ["whole_groups", "split_groups", "full_fine_tuning", "best_and_worst"])
 def test_two_processes_train_what_one_trains(two, name, tmp_path):
     first, second = two.results(name)
     assert first["wrapper"] == second["wrapper"] == "DistributedDataParallel"
