@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .contract import RewardError, RewardFunc
+    from .differentiable import DifferentiableRewards
     from .image import brightness_reward, jpeg_compressibility_reward, jpeg_incompressibility_reward
     from .media import to_pil
     from .ocr import OCRReward, TextRecognizer, ocr_exact_reward, ocr_reward, quoted_text, text_score
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 # Where each public name lives. It is imported when it is asked for: a reward's packages are needed by its users only.
 _EXPORTS = {
     "BUILTIN_REWARDS": "registry",
+    "DifferentiableRewards": "differentiable",
     "OCRReward": "ocr",
     "RewardBatch": "runner",
     "RewardError": "contract",
@@ -62,6 +64,7 @@ _EXPORTS = {
 
 __all__ = [
     "BUILTIN_REWARDS",
+    "DifferentiableRewards",
     "OCRReward",
     "RewardBatch",
     "RewardError",

@@ -77,6 +77,12 @@ class RolloutPlan:
             result.append(SampleRequest(self.rows[rows[group]], group, member, seed, start))
         return result
 
+    def other_row(self, rollout: int, group: int) -> dict[str, Any]:
+        """A row that is not the group's, for controls in which prompts are mixed up; there must be two rows."""
+        own = self.stream.indices(rollout)[group]
+        further = 1 + stable_seed(self.seed, "control", rollout, group) % (len(self.rows) - 1)
+        return self.rows[(own + further) % len(self.rows)]
+
 
 @dataclass
 class ReplayBatch:
@@ -96,6 +102,8 @@ class ReplayBatch:
             (R,), or (R, A) for a trainer with several losses.
         conditions ([`Conditions`]):
             R rows.
+        samples (`list[int]`):
+            R numbers of the samples in the rollout.
         old_means (`Tensor`, *optional*):
             (R, ...) mean of the step when it was drawn, for trainers that keep it.
     """
@@ -107,6 +115,7 @@ class ReplayBatch:
     old_log_probs: Tensor
     advantages: Tensor
     conditions: Conditions
+    samples: list[int]
     old_means: Tensor | None = None
 
     def __len__(self) -> int:
@@ -244,5 +253,6 @@ class ReplayBatches(Sequence[ReplayBatch]):
             old_log_probs=torch.stack([t.log_probs[k] for t, k in chosen]),
             advantages=self._buffer.advantages[rows].to(device),
             conditions=self._buffer.conditions_of(rows),
+            samples=rows,
             old_means=None if means is None else torch.stack(means),
         )

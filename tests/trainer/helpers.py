@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainers of a tiny model that run in a second, and what goes into them."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 
@@ -20,11 +21,42 @@ def brightness(prompts, completions, **kwargs):
     return [float(np.asarray(image).mean() / 255) for image in completions]
 
 
+def lightness(prompts, completions, **kwargs):
+    """The same with a gradient, for algorithms that follow it."""
+    return completions.mean(dim=(1, 2, 3))
+
+
+def teacher_of(model):
+    """The same model with other weights."""
+    teacher, generator = copy.copy(model), torch.Generator().manual_seed(0)
+    teacher.networks = copy.deepcopy(model.networks)
+    for p in teacher.networks.parameters():
+        p.data += 0.05 * torch.randn(p.shape, generator=generator).to(p.dtype)
+    return teacher
+
+
+def pairs(count=5, seed=0):
+    """Preference pairs of pictures of noise, each of another size."""
+    generator = np.random.default_rng(seed)
+    pixels = [generator.integers(0, 255, (64 - 4 * i, 64, 3), dtype=np.uint8) for i in range(2 * count)]
+    return [
+        {"prompt": PROMPTS[i % len(PROMPTS)], "chosen": pixels[2 * i], "rejected": pixels[2 * i + 1]}
+        for i in range(count)
+    ]
+
+
 # What an algorithm needs beside what all are given: options by name, and arguments of the trainer, made of the model.
 SETTINGS: dict[str, dict] = {
+    "diffusion_dpo": {"beta": 100.0, "per_device_train_batch_size": 2},
+    "online_diffusion_dpo": {"beta": 100.0, "per_device_train_batch_size": 1},  # two pairs a rollout of 8 samples
     "mix_grpo": {"sde_window_size": 3},  # its window of 4 does not fit 4 steps
+    "dance_grpo": {"timestep_fraction": 1.0},  # 0.6 of three steps is one
 }
-ARGUMENTS: dict[str, Callable] = {}
+ARGUMENTS: dict[str, Callable] = {
+    "diffusion_dpo": lambda model: {"train_dataset": pairs()},
+    "srpo": lambda model: {"reward_funcs": lightness},
+    "diffusion_opd": lambda model: {"teacher_model": teacher_of(model)},
+}
 
 # Algorithms by what their trainers do; tests of a part of the loop run over those that have it.
 WITH_ROLLOUTS = [name for name in TRAINERS if issubclass(get_trainer(name), RolloutTrainer)]
@@ -58,7 +90,8 @@ def config(tmp_path, algorithm="flow_grpo", **options):
 
 def trainer(tmp_path, algorithm="flow_grpo", model=None, rewards=brightness, peft_config=LORA, data=None, **options):
     """A trainer; rewards and data of its own win over those that the algorithm needs."""
-    given = {key: options.pop(key) for key in ("eval_dataset", "callbacks") if key in options}
+    names = ("eval_dataset", "callbacks", "eval_reward_funcs", "teacher_model", "teacher_adapter")
+    given = {key: options.pop(key) for key in names if key in options}
     model = tiny_model() if model is None else model
     arguments = {
         "reward_funcs": brightness,
