@@ -123,9 +123,10 @@ def test_the_shared_page_has_the_options_of_every_shared_class(config_class):
 
 
 def test_the_shared_page_says_which_trainers_have_a_class():
-    rows = {row[0]: row[2] for row in table_rows(page("shared_options").split("\n## ")[0])}
+    lines = page("shared_options").split("\n## ")[0].splitlines()
     for config_class in SECTION_OF:
-        (cell,) = (cell for name, cell in rows.items() if f"`{config_class.__name__}`" in name)
+        (row,) = (line for line in lines if line.startswith(f"| [`{config_class.__name__}`]"))
+        cell = row.strip("|").split("|")[2].strip()
         listed = set(re.findall(r"\((\w+)_trainer\.md\)", cell))
         have = {name for name in TRAINERS if issubclass(CONFIGS[name], config_class)}
         assert (set(TRAINERS) - listed if cell.startswith("all") else listed) == have, config_class.__name__
@@ -223,6 +224,29 @@ def test_every_documented_metric_is_logged(logged):
 @pytest.mark.slow
 def test_what_depends_on_a_reward_is_logged(tmp_path):
     assert run("flow_grpo", tmp_path) >= OF_A_REWARD
+
+
+# Network calls
+
+DEFAULTS = ("num_inference_steps", "timesteps_per_sample", "timestep_fraction", "sde_window_size", "beta")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_table_of_trainers_counts_network_calls(name, tmp_path):
+    """At the options that decide about them, with one update for each rollout."""
+    given = defaults(CONFIGS[name])
+    group = given.get("num_generations", 1)
+    options = {option: given[option] for option in DEFAULTS if option in given}
+    batch = {"num_generations": group, "generation_batch_size": group} if "num_generations" in given else {}
+    units = 1 if name.endswith("diffusion_dpo") else group
+    trained = helpers.trainer(tmp_path, name, max_steps=2, per_device_train_batch_size=units, **batch, **options)
+    trained.train()
+    row = next(
+        line for line in page("index").splitlines() if line.startswith(f"| [{trained._name}]({name}_trainer.md)")
+    )
+    low, _, high = row.split("|")[5].strip().partition(" to ")
+    assert int(low) <= helpers.logged(trained, "forwards_per_sample")[-1] <= int(high or low)
 
 
 # Every trainer has
