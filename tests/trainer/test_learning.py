@@ -16,18 +16,24 @@ from peft import LoraConfig
 from omnitrl.models import load_flow_model
 from omnitrl.quickstart import GLYPHS, rows
 from omnitrl.trainer import TRAINERS, get_trainer
-from tests.toy_model import closeness, distance, toy_model
+from tests.toy_model import (
+    MODES,
+    PROMPTS,
+    closeness,
+    closeness_of_media,
+    closeness_of_pixels,
+    toy_model,
+    toy_pairs,
+)
 from tests.trainer.helpers import brightness, trainer
 
-
-PROMPTS = [str(i) for i in range(8)]  # without an effect: groups of the same prompt
 
 # For all algorithms, of which each takes what it has. The clip range is that of two latent elements.
 SHARED = {
     "num_inference_steps": 10,
     "num_inference_steps_eval": 10,
     "num_generations": 16,
-    "num_generations_eval": 256,
+    "num_generations_eval": 32,
     "generation_batch_size": 128,
     "per_device_train_batch_size": 64,
     "rollout_batch_size": 256,
@@ -46,9 +52,28 @@ SHARED = {
 # What an algorithm wants otherwise.
 SETTINGS: dict[str, dict] = {
     "flow_dppo": {"kl_threshold": 0.05},
+    "online_diffusion_dpo": {"num_generations": 4, "per_device_train_batch_size": 16, "beta": 1.0},
+    "diffusion_dpo": {"beta": 1.0, "learning_rate": 4e-3},
+    "srpo": {"positive_words": None, "negative_words": None, "branches": ["denoise"], "learning_rate": 4e-3},
+    "diffusion_opd": {"learning_rate": 5e-3},
 }
-# Arguments of the trainer, where rewards and prompts are not what it learns from.
-ARGUMENTS: dict[str, dict] = {}
+# Arguments of the trainer, where rewards of points are not what it learns from. Where the control mixes up prompts,
+# there have to be several.
+ONE = ["0"] * 8
+ARGUMENTS = {
+    "srpo": lambda: {
+        "reward_funcs": closeness_of_pixels,
+        "eval_reward_funcs": closeness_of_media,
+        "train_dataset": PROMPTS,
+        "eval_dataset": PROMPTS,
+    },
+    "diffusion_dpo": lambda: {"train_dataset": toy_pairs("0")},
+    "diffusion_opd": lambda: {
+        "teacher_model": toy_model(follows_prompts=True),
+        "train_dataset": PROMPTS,
+        "eval_dataset": PROMPTS,
+    },
+}
 
 
 def toy_run(folder, algorithm, seed, control):
@@ -57,9 +82,10 @@ def toy_run(folder, algorithm, seed, control):
     known = {field.name for field in dataclasses.fields(trainer_class.config_class)}
     shared = {name: value for name, value in SHARED.items() if name in known}
     options = {**shared, **SETTINGS.get(algorithm, {}), trainer_class.control_option: control}
-    given = {"reward_funcs": distance, "train_dataset": PROMPTS, **ARGUMENTS.get(algorithm, dict)()}
+    given = {"reward_funcs": closeness_of_media, "train_dataset": ONE, "eval_dataset": ONE}
+    given |= ARGUMENTS.get(algorithm, dict)()
     args = trainer_class.config_class(output_dir=str(folder), seed=seed, **options)
-    run = trainer_class(toy_model(), args=args, eval_dataset=PROMPTS[:1], **given)
+    run = trainer_class(toy_model(), args=args, **given)
     before = run.evaluate()["eval_reward"]
     run.train()
     return before, run.evaluate()["eval_reward"]
@@ -76,23 +102,23 @@ def test_learning_reaches_a_level_and_beats_its_control(tmp_path, algorithm, see
     assert control < -1.5
 
 
-def test_the_toy_is_what_it_is_taken_for():
-    """Eight modes at distances of 4 |sin(k pi / 8)| from the target, which is a mode itself."""
-    model, generator = toy_model(), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("follows_prompts", [False, True])
+def test_the_toy_is_what_it_is_taken_for(follows_prompts):
+    """Points near the modes: of a prompt at distances of 4 |sin(k pi / 8)| from its own, or of that one alone."""
+    model, generator = toy_model(follows_prompts), torch.Generator().manual_seed(0)
     latents = torch.randn(1024, 2, 1, 1, generator=generator)
-    conditions = model.encode([{"prompt": "0"}] * 1024)
-    table = model.sigmas(40, (2, 1, 1))
+    prompts = PROMPTS * 128
+    conditions, table = model.encode([{"prompt": prompt} for prompt in prompts]), model.sigmas(40, (2, 1, 1))
     with torch.no_grad():
         for step in range(40):
             timesteps = table.timesteps[step].expand(1024)
             latents += (table.sigmas[step + 1] - table.sigmas[step]) * model.velocity(latents, timesteps, conditions)
     points = latents.flatten(1)
-    assert float(closeness(points).mean()) == pytest.approx(-2.51, abs=0.15)
-    angles = torch.arange(8) * torch.pi / 4
-    modes = 2 * torch.stack([angles.cos(), angles.sin()], dim=1)
-    shares = torch.cdist(points, modes).argmin(dim=1).bincount(minlength=8) / 1024
-    assert shares.min() > 0.07
-    assert torch.cdist(points, modes).min(dim=1).values.mean() < 0.3
+    expected = -0.2 if follows_prompts else -2.51
+    assert float(closeness(prompts, points).mean()) == pytest.approx(expected, abs=0.1)
+    distances = torch.cdist(points, MODES)
+    assert distances.argmin(dim=1).bincount(minlength=8).min() > 0.07 * 1024
+    assert distances.min(dim=1).values.mean() < 0.3
 
 
 def change_of_brightness(tmp_path, seed, control):
