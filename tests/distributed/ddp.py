@@ -98,6 +98,16 @@ def many_backwards(place):
     return gradients
 
 
+def second_weights(place):
+    """Three updates of trainers that keep a second set of weights, which is another one from the second on."""
+    result = {}
+    for algorithm in ("diffusion_nft", "awm"):
+        run = make(place / algorithm, algorithm=algorithm, beta=0.1, max_steps=3, timesteps_per_sample=2)
+        run.train()
+        result[algorithm] = {"weights": trainable(run), "average": [w.clone() for w in run.average._weights]}
+    return result
+
+
 def scored_by_number(prompts, **_):
     return [float(prompt) for prompt in prompts]
 
@@ -264,6 +274,7 @@ SCENARIOS = {
         full_fine_tuning,
         best_and_worst,
         many_backwards,
+        second_weights,
         evaluation,
         resumed,
         failing_rewards,

@@ -21,6 +21,7 @@ TOGETHER = (
     "full_fine_tuning",
     "best_and_worst",
     "many_backwards",
+    "second_weights",
     "evaluation",
     "resumed",
     "failing_rewards",
@@ -83,6 +84,18 @@ def test_gradients_of_several_backwards_are_those_of_one_process(two, tmp_path):
     alone = ddp.many_backwards(tmp_path)
     assert alone.keys() == first.keys()
     assert distance(alone, first) <= 1e-5
+
+
+def test_two_processes_keep_the_second_set_of_weights_of_one(two, tmp_path):
+    first, second = two.results("second_weights")
+    alone = ddp.second_weights(tmp_path)
+    assert alone.keys() == first.keys()
+    for algorithm, expected in alone.items():
+        assert same(first[algorithm]["weights"], second[algorithm]["weights"])
+        assert all(map(torch.equal, first[algorithm]["average"], second[algorithm]["average"]))
+        assert distance(expected["weights"], first[algorithm]["weights"]) <= 1e-5
+        for ours, theirs in zip(first[algorithm]["average"], expected["average"], strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-6)
 
 
 def test_evaluation_counts_every_prompt_once(two):
