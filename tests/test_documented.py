@@ -142,7 +142,8 @@ def test_the_page_of_a_trainer_has_the_options_that_it_adds_or_changes(name):
 
 def log_sharpness(prompts, completions, log_metric, **kwargs):
     log_metric("sharpness", 1.0)
-    return [None if prompt == "a sky" else float(i) for i, prompt in enumerate(prompts)]
+    scores = helpers.brightness(prompts, completions)
+    return [None if prompt == "a sky" else score for prompt, score in zip(prompts, scores, strict=True)]
 
 
 def run(name, folder):
@@ -150,6 +151,9 @@ def run(name, folder):
     config_class, model = CONFIGS[name], tiny_model()
     needed = helpers.ARGUMENTS[name](model) if name in helpers.ARGUMENTS else {}
     rewards = needed.get("reward_funcs", log_sharpness)
+    held_out = {"heldout": ["a sun", "a sky"]}
+    if "train_dataset" in needed:
+        held_out["rows"] = needed["train_dataset"]  # which may be evaluated otherwise than prompts
     trained = helpers.trainer(
         folder,
         name,
@@ -161,14 +165,14 @@ def run(name, folder):
         save_steps=1,
         eval_strategy="steps",
         eval_steps=1,
-        eval_dataset=needed.get("eval_dataset", {"heldout": ["a sun", "a sky"]}),
+        eval_dataset=held_out,
         **({"beta": 0.01} if issubclass(config_class, PolicyGradientConfig) else {}),
     )
     trained.train()
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     names = [] if trained.rewards is None else trained.rewards.names
     return {
-        re.sub(r"^eval_(heldout_)?", "eval_", re.sub("|".join(names) or "$^", "{name}", metric))
+        re.sub(r"^eval_(heldout_|rows_)?", "eval_", re.sub("|".join(names) or "$^", "{name}", metric))
         for row in rows
         for metric in row
     }
