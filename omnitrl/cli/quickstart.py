@@ -3,7 +3,7 @@
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,69 @@ RECIPES: dict[str, dict[str, Any]] = {
         "sde_window_size": 2,
         "epsilon": 5e-3,
         "beta": 0.0,
+    },
+    "mix_grpo": {
+        "learning_rate": 7e-4,
+        "max_steps": 240,
+        "num_generations": 16,
+        "generation_batch_size": 128,
+        "per_device_train_batch_size": 32,
+        "rollout_batch_size": 64,
+        "timesteps_per_forward": 2,
+        "sde_window_size": 2,
+        "sde_window_range": [0, 4],
+        "sde_window_interval": 20,
+        "shared_prefix": True,
+        "epsilon": 5e-3,
+    },
+    "online_diffusion_dpo": {
+        "learning_rate": 7e-4,
+        "max_steps": 240,
+        "num_generations": 16,
+        "generation_batch_size": 256,
+        "per_device_train_batch_size": 8,
+        "rollout_batch_size": 64,
+        "timesteps_per_forward": 4,
+    },
+    "srpo": {
+        "learning_rate": 1e-3,
+        "max_steps": 60,
+        "generation_batch_size": 64,
+        "per_device_train_batch_size": 32,
+        "rollout_batch_size": 64,
+        "branches": ["denoise"],
+        "positive_words": None,
+        "negative_words": None,
+        "align_range": [5, 45],
+        "relative_margin": 1.0,
+        "reward_weights": None,
+        "eval_reward_weights": [1.0, 0.0],
+        "eval_steps": 20,
+        "save_steps": 20,
+    },
+    "grpo_guard": {
+        "learning_rate": 7e-4,
+        "max_steps": 240,
+        "num_generations": 16,
+        "generation_batch_size": 128,
+        "per_device_train_batch_size": 32,
+        "rollout_batch_size": 64,
+        "timesteps_per_forward": 2,
+        "sde_window_strategy": "first",
+        "sde_window_size": 2,
+        "epsilon": 5e-4,
+    },
+    "flow_dppo": {
+        "learning_rate": 7e-4,
+        "max_steps": 240,
+        "num_generations": 16,
+        "generation_batch_size": 128,
+        "per_device_train_batch_size": 32,
+        "rollout_batch_size": 64,
+        "timesteps_per_forward": 2,
+        "sde_window_strategy": "first",
+        "sde_window_size": 2,
+        "kl_threshold": 3e-4,
     },
 }
 FULL_LEARNING_RATE = 2e-4
@@ -132,12 +195,27 @@ def build_trainer(options: argparse.Namespace) -> Any:
     lora = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, init_lora_weights="gaussian")
     return algorithm(
         model,
-        ["ocr", "ocr_exact"],
-        args,
+        args=args,
         train_dataset=rows("train"),
         eval_dataset=rows("heldout"),
         peft_config=None if options.full else lora,
+        **REWARDS.get(options.algo, _ordinary_rewards)(),
     )
+
+
+def _ordinary_rewards() -> dict[str, Any]:
+    return {"reward_funcs": ["ocr", "ocr_exact"]}
+
+
+def _reader_rewards() -> dict[str, Any]:
+    """A reward with a gradient, trained here; what it does to the reading of an OCR network is what is shown."""
+    from omnitrl.quickstart.reader import train_reader
+
+    return {"reward_funcs": train_reader(), "eval_reward_funcs": ["ocr", "ocr_exact"]}
+
+
+# The rewards of algorithms that cannot take ordinary ones.
+REWARDS: dict[str, Callable[[], dict[str, Any]]] = {"srpo": _reader_rewards}
 
 
 def _quieten_libraries() -> None:
