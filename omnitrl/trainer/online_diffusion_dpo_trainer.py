@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -13,17 +11,16 @@ from torch import Tensor, nn
 
 from omnitrl.algorithms import combine_rewards, preference_pairs
 from omnitrl.rollout import SampleRequest
-from omnitrl.trainer.adapters import ReferencePolicy, Velocity
-from omnitrl.trainer.averages import PolicyAverage
+from omnitrl.trainer.adapters import ReferencePolicy
 from omnitrl.trainer.checkpoints import check_same
-from omnitrl.trainer.matching_trainer import MatchingTrainer
+from omnitrl.trainer.matching_trainer import AveragingTrainer
 from omnitrl.trainer.noising import NoisedBatch
 from omnitrl.trainer.online_diffusion_dpo_config import OnlineDiffusionDPOConfig
 from omnitrl.trainer.pair_loss import pair_loss
 from omnitrl.trainer.rollouts import RolloutBuffer, Units
 
 
-class OnlineDiffusionDPOTrainer(MatchingTrainer):
+class OnlineDiffusionDPOTrainer(AveragingTrainer):
     """
     Trainer for [Diffusion-DPO](https://huggingface.co/papers/2311.12908) on pairs from the policy's own samples.
 
@@ -84,17 +81,18 @@ class OnlineDiffusionDPOTrainer(MatchingTrainer):
     }
     args: OnlineDiffusionDPOConfig
 
-    _average: PolicyAverage | None = None
-    """The reference where it is refreshed; the policy before training otherwise."""
-
     def _set_up_algorithm(self) -> None:
-        refreshed = self.args.ref_update_steps is not None
-        self.reference = None if refreshed else ReferencePolicy(self.flow_model)
-
-    def _begin(self) -> None:
         every = self.args.ref_update_steps
-        self._average = None if every is None else self.new_average(f"ref_update_steps={every}")
-        super()._begin()
+        self.keeps_average = every is not None
+        self.reference = None if self.keeps_average else ReferencePolicy(self.flow_model)
+        if self.keeps_average:
+            self.check_averages(f"ref_update_steps={every}", ", or ref_update_steps=None")
+
+    def move_average(self) -> None:
+        """The policy becomes the reference after every `ref_update_steps`."""
+        every = self.args.ref_update_steps
+        if every is not None and self.state.global_step % every == 0:
+            self.blend_average(0.0)
 
     # Pairs
 
@@ -122,43 +120,23 @@ class OnlineDiffusionDPOTrainer(MatchingTrainer):
 
     def compute_row_losses(self, model: nn.Module, batch: NoisedBatch, source: RolloutBuffer) -> Tensor:
         """The loss of its pair for each row, (R,)."""
-        with self.reference_velocity(model) as velocity:
-            reference = self.call_policy(velocity, batch)
-        loss = pair_loss(self.call_policy(model, batch), reference, batch, self.args.beta, self.args.loss_type)
+        reference = self.reference_velocity(model, batch)
+        if reference is None:
+            reference = self.average_velocity(model, batch)
+        velocity = self.call_policy(model, batch)
+        if reference is None:  # the policy has just become it
+            reference = velocity.detach()
+        loss = pair_loss(velocity, reference, batch, self.args.beta, self.args.loss_type)
         for name, value in loss.metrics.items():
             self.metrics.add(name, value)
         return loss.rows
 
-    @contextmanager
-    def reference_velocity(self, model: nn.Module) -> Iterator[Velocity]:
-        """Gives the velocity function of the reference, without gradients."""
-        if self.reference is not None:
-            with self.reference.velocity(model) as velocity:
-                yield velocity
-        elif self._average is not None:
-            with torch.no_grad(), self.average_weights(self._average):
-                yield model
-
-    def _after_optimizer_step(self) -> None:
-        super()._after_optimizer_step()
-        every = self.args.ref_update_steps
-        if self._average is not None and every is not None and self.state.global_step % every == 0:
-            self._average.blend(self.trainable_parameters(), decay=0.0)
-
     # Checkpoints
 
     def _state(self) -> dict[str, Any]:
-        state = {**super()._state(), "reference_plan": {"ref_update_steps": self.args.ref_update_steps}}
-        if self._average is not None:
-            state["reference"] = self._average.state_dict()
-        return state
+        return {**super()._state(), "reference": {"ref_update_steps": self.args.ref_update_steps}}
 
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)
         now = {"ref_update_steps": self.args.ref_update_steps}
-        check_same(str(self._resumed_from), state["reference_plan"], now, "what the reference is")
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        super()._load_state(state)
-        if self._average is not None:
-            self._average.load_state_dict(state["reference"])
+        check_same(str(self._resumed_from), state["reference"], now, "what the reference is")
