@@ -12,7 +12,7 @@ from omnitrl.version import __version__
 
 
 if TYPE_CHECKING:
-    from omnitrl.data import load_prompts
+    from omnitrl.data import load_preferences, load_prompts
     from omnitrl.models import FlowModel, load_flow_model
     from omnitrl.trainer.awm_config import AWMConfig
     from omnitrl.trainer.awm_trainer import AWMTrainer
@@ -62,6 +62,7 @@ _LAZY = {
     "SRPOConfig": "omnitrl.trainer.srpo_config",
     "SRPOTrainer": "omnitrl.trainer.srpo_trainer",
     "load_flow_model": "omnitrl.models",
+    "load_preferences": "omnitrl.data",
     "load_prompts": "omnitrl.data",
 }
 
@@ -91,6 +92,7 @@ __all__ = [
     "SRPOTrainer",
     "__version__",
     "load_flow_model",
+    "load_preferences",
     "load_prompts",
 ]
 

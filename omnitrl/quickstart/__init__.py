@@ -23,10 +23,11 @@ Example:
 from pathlib import Path
 
 from . import words
+from .pairs import preference_pairs
 from .words import rows
 
 
 GLYPHS = str(Path(__file__).parent / "glyphs")
 """Folder of the shipped model, written by `examples/scripts/pretrain_glyphs.py`."""
 
-__all__ = ["GLYPHS", "rows", "words"]
+__all__ = ["GLYPHS", "preference_pairs", "rows", "words"]
