@@ -25,7 +25,7 @@ from typing import Any
 from common import environment, parse_args, print_table, write_json
 
 
-PROMPTS, GROUP, BATCH = 4, 8, 16
+PROMPTS, GROUP, BATCH = 2, 8, 16
 SHARED: dict[str, Any] = {
     "height": 32,
     "width": 64,
@@ -52,7 +52,8 @@ MIX: dict[str, Any] = {
     "generation_batch_size": 12,
     "per_device_train_batch_size": 12,
     "gradient_accumulation_steps": 1,
-    "sde_window_interval": 1,  # so that each rollout has the next window of the cycle
+    "sde_window_interval": 1,
+    "sde_window_stride": 4,  # so that the windows of a cycle lie side by side, and each rollout has the next one
 }
 
 
@@ -92,7 +93,7 @@ PAIRS: dict[str, tuple[Case, Case]] = {
     "timesteps_per_forward=2": (Case(LAST), Case({**LAST, "timesteps_per_forward": 2})),
     "no guidance in training, rollouts used twice": (Case(TWICE), Case({**TWICE, "guidance_scale_train": 1.0})),
 }
-# A cycle of MixGRPO's 21 windows of 4 steps out of 25.
+# A cycle of MixGRPO's windows of 4 steps out of 25.
 CYCLE: dict[str, Case] = {
     "MixGRPO": Case(MIX, "mix_grpo"),
     "MixGRPO, shared prefix": Case({**MIX, "shared_prefix": True}, "mix_grpo"),
@@ -100,7 +101,7 @@ CYCLE: dict[str, Case] = {
     "MixGRPO-Flash, shared prefix": Case({**MIX, **TAIL, "shared_prefix": True}, "mix_grpo"),
     "MixGRPO-Flash*": Case({**MIX, **TAIL, "tail_ratio": 0.2, "sde_window_strategy": "first"}, "mix_grpo"),
 }
-WINDOWS_IN_CYCLE = 21
+WINDOWS_IN_CYCLE = 6
 
 
 # One case
@@ -230,7 +231,7 @@ def synchronisations(each_backward: bool) -> dict[str, Any]:
 
     exchanged: list[int] = []
     backwards: list[int] = []
-    options = {**LAST, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    options = {**LAST, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(Case(options), 1, folder)
 
@@ -292,25 +293,36 @@ def row_of(name: str, result: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def show(content: dict[str, Any]) -> None:
-    """Prints the tables that the documentation has."""
+def tables(content: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """Title, header and rows of the tables that the documentation has."""
     header = ("", "forwards", "rollout, CPU ms", "training, CPU ms", "together")
-    title = "Per trained sample; each line adds an option to those above it"
-    print_table(title, header, [row_of(name, result) for name, result in content["steps"].items()])
-    rows = []
+    pairs = []
     for name, pair in content["pairs"].items():
         for which in ("without", "with"):
             encoded = f"{pair[which]['text_encoder_rows_per_sample']:.2f}"
-            rows.append((*row_of(f"{name}: {which}", pair[which]), encoded))
-    print_table("Per trained sample, alone", (*header, "prompts encoded"), rows)
-    title = "Per trained sample, over a cycle of 21 windows of 4 in 25 steps"
-    print_table(title, header, [row_of(name, result) for name, result in content["cycle"].items()])
-    rows = [
-        (name, result["backward_passes"], result["gradient_exchanges"], result["bytes_of_an_exchange"])
+            pairs.append((*row_of(f"{name}: {which}", pair[which]), encoded))
+    exchanges = [
+        (name, *(str(result[key]) for key in ("backward_passes", "gradient_exchanges", "bytes_of_an_exchange")))
         for name, result in content["exchanges"].items()
     ]
-    title = "Gradients exchanged between 2 processes in one optimizer step"
-    print_table(title, ("after", "backward passes", "exchanges", "bytes of one"), rows)
+    return [
+        (
+            "Per trained sample; each line adds an option to those above it",
+            header,
+            [row_of(name, result) for name, result in content["steps"].items()],
+        ),
+        ("Per trained sample, alone", (*header, "prompts encoded"), pairs),
+        (
+            "Per trained sample, over a cycle of 6 windows of 4 in 25 steps",
+            header,
+            [row_of(name, result) for name, result in content["cycle"].items()],
+        ),
+        (
+            "Gradients exchanged between 2 processes in one optimizer step",
+            ("after", "backward passes", "exchanges", "bytes of one"),
+            exchanges,
+        ),
+    ]
 
 
 def main() -> None:
@@ -339,7 +351,8 @@ def main() -> None:
         "cycle": {name: run_case(case, windows) for name, case in CYCLE.items()},
         "exchanges": in_two_processes(),
     }
-    show(content)
+    for title, header, rows in tables(content):
+        print_table(title, header, rows)
     write_json(args.output, content)
 
 
