@@ -60,14 +60,25 @@ RECIPES: dict[str, dict[str, Any]] = {
         "shared_prefix": True,
         "epsilon": 5e-3,
     },
+    "diffusion_dpo": {
+        "learning_rate": 3e-4,
+        "max_steps": 60,
+        "per_device_train_batch_size": 16,
+        "rollout_batch_size": 64,
+        "timesteps_per_sample": 2,
+        "timesteps_per_forward": 2,
+        "eval_steps": 20,
+        "save_steps": 20,
+    },
     "online_diffusion_dpo": {
-        "learning_rate": 7e-4,
-        "max_steps": 240,
-        "num_generations": 16,
-        "generation_batch_size": 256,
+        "learning_rate": 3e-4,
+        "max_steps": 128,
+        "num_generations": 8,
+        "generation_batch_size": 128,
         "per_device_train_batch_size": 8,
         "rollout_batch_size": 64,
-        "timesteps_per_forward": 4,
+        "timesteps_per_sample": 2,
+        "timesteps_per_forward": 2,
     },
     "srpo": {
         "learning_rate": 1e-3,
@@ -177,7 +188,9 @@ def build_trainer(options: argparse.Namespace) -> Any:
     from omnitrl.trainer import get_trainer
 
     algorithm = get_trainer(options.algo)
-    settings = {**SHARED, **RECIPES[options.algo], "seed": options.seed, "use_cpu": options.device == "cpu"}
+    known = algorithm.config_class.__dataclass_fields__
+    shared = {name: value for name, value in SHARED.items() if name in known}
+    settings = {**shared, **RECIPES[options.algo], "seed": options.seed, "use_cpu": options.device == "cpu"}
     if options.full:
         settings["learning_rate"] = FULL_LEARNING_RATE
     if options.steps is not None:
@@ -196,11 +209,21 @@ def build_trainer(options: argparse.Namespace) -> Any:
     return algorithm(
         model,
         args=args,
-        train_dataset=rows("train"),
+        train_dataset=DATA.get(options.algo, lambda: rows("train"))(),
         eval_dataset=rows("heldout"),
         peft_config=None if options.full else lora,
         **REWARDS.get(options.algo, _ordinary_rewards)(),
     )
+
+
+def _pairs() -> list[dict[str, Any]]:
+    from omnitrl.quickstart import preference_pairs
+
+    return preference_pairs("train")
+
+
+# What algorithms learn from that cannot learn from words alone.
+DATA: dict[str, Callable[[], Any]] = {"diffusion_dpo": _pairs}
 
 
 def _ordinary_rewards() -> dict[str, Any]:

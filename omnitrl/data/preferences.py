@@ -164,12 +164,14 @@ def load_preferences(
     return pairs
 
 
-def has_pairs(source: Any) -> bool:
+def has_pairs(source: Any, split: str = "train") -> bool:
     """Whether a source has pairs of pictures in one of the two forms, rather than prompts alone."""
     import datasets
 
     if isinstance(source, (str, os.PathLike)):
-        source = load_named(source, "train")
+        source = load_named(source, split)
+    if isinstance(source, datasets.DatasetDict):
+        source = pick_split(source, split, "the dataset")
     columns: list[str] = []
     if isinstance(source, datasets.Dataset):
         columns = source.column_names
