@@ -279,6 +279,22 @@ def test_a_trainer_is_where_people_look(name):
     assert f"`{TRAINERS[name]}`" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_quick_start_of_a_trainer_runs(name, tmp_path, monkeypatch):
+    """For a step, where the page has more."""
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", section(page(f"{name}_trainer"), "Quick start"), re.DOTALL)[1]
+    shorter, count = re.subn(r"max_steps=\d+", "max_steps=1", code)
+    assert count == 1
+    made = {}
+    exec(compile(shorter, f"{name}_trainer.md", "exec"), made)
+    assert type(made["trainer"]) is get_trainer(name)
+    assert made["trainer"].state.global_step == 1
+    (log,) = [row["grad_norm"] for row in made["trainer"].state.log_history if "grad_norm" in row]
+    assert log > 0
+
+
 def entries_of_the_paper_index():
     """Title → text."""
     return dict(part.split("\n", 1) for part in page("paper_index").split("\n## ")[1:])
