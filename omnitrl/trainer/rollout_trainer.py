@@ -33,6 +33,9 @@ from omnitrl.trainer.scoring import Scoring
 
 logger = logging.getLogger(__name__)
 
+# Where a rollout keeps the rewards (N,) of its samples.
+_REWARDS = "rewards"
+
 
 class RolloutTrainer(SamplingTrainer):
     """
@@ -168,8 +171,11 @@ class RolloutTrainer(SamplingTrainer):
             with self.metrics.timed("rollout"):
                 trajectories = self._sample(requests, self.sampling_params(rollout), scoring)
         self.count_forwards(self.engine.forwards - before)
-        units, advantages = self.select(self._share_of_advantages(rollout, scoring))
+        advantages, rewards = self._share_of_advantages(rollout, scoring)
+        units, advantages = self.select(advantages)
         buffer = self._buffer_of(rollout, requests, trajectories, advantages, units)
+        if rewards is not None:
+            buffer.extras[_REWARDS] = rewards
         self.prepare(buffer)
         return buffer
 
@@ -189,15 +195,18 @@ class RolloutTrainer(SamplingTrainer):
             raise RunError(f"The engine gave {len(trajectories)} samples for {len(requests)} requests.")
         return trajectories
 
-    def _share_of_advantages(self, rollout: int, scoring: Scoring | None) -> Tensor:
-        """Advantages of this rank's samples."""
+    def _share_of_advantages(self, rollout: int, scoring: Scoring | None) -> tuple[Tensor, Tensor | None]:
+        """Advantages of this rank's samples, and their rewards in sum, `None` where they are not scored."""
+        share = self._plan.share
         if scoring is None:
-            return torch.zeros(self._plan.num_samples)[self._plan.share]
-        advantages = self._advantages(self._collect_rewards(scoring))
+            return torch.zeros(self._plan.num_samples)[share], None
+        assert self.rewards is not None
+        rewards = self._collect_rewards(scoring)
+        advantages = self._advantages(rewards)
         if self.args.shuffle_advantages:
             generator = torch.Generator().manual_seed(stable_seed(self.args.seed, "control", rollout))
             advantages = advantages[torch.randperm(len(advantages), generator=generator)]
-        return advantages[self._plan.share]
+        return advantages[share], self.rewards.total(rewards)[share]
 
     def _collect_rewards(self, scoring: Scoring) -> Tensor:
         """Rewards (N, F) of the samples of all ranks, in sample order, NaN where missing."""
@@ -287,12 +296,20 @@ class RolloutTrainer(SamplingTrainer):
         return left <= self.args.gradient_accumulation_steps
 
     def describe_failure(self, loss: float, source: RolloutBuffer, batches: MicroBatch) -> str:
-        advantages = [round(value, 4) for value in source.advantages.flatten().tolist()]
+        timesteps: set[float] = set()
+        samples: set[int] = set()
+        for i in range(len(batches)):
+            batch = batches[i]
+            timesteps.update(batch.timesteps.tolist())
+            samples.update(int(sample) for sample in batch.samples)
+        chosen = sorted(samples)
+        rewards = _rounded(source.extras[_REWARDS][chosen]) if _REWARDS in source.extras else "none"
         steps = f"sampler steps {list(source.steps)}, " if source.steps else ""
         return (
-            f"The loss is {loss} at optimizer step {self.state.global_step}, {steps}advantages of the rollout "
-            f"{advantages}: the weights of the last step are kept. Lower learning_rate, check the reward, or use bf16 "
-            "instead of fp16."
+            f"The loss is {loss} at optimizer step {self.state.global_step}, {steps}timesteps "
+            f"{[round(value, 1) for value in sorted(timesteps, reverse=True)]}, on samples with rewards {rewards} and "
+            f"advantages {_rounded(source.advantages[chosen])}: the weights of the last step are kept. Lower "
+            "learning_rate, check the reward, or use bf16 instead of fp16."
         )
 
     # Checkpoints
@@ -338,6 +355,12 @@ class RolloutTrainer(SamplingTrainer):
         buffer = self._buffer_of(rollout, requests, trajectories, saved["advantages"], units)
         buffer.extras = {key: value.to(device) for key, value in saved["extras"].items()}
         return buffer
+
+
+def _rounded(values: Tensor) -> list[Any]:
+    """The values of a tensor, short enough for a sentence."""
+    rounded: list[Any] = (values.double() * 1e4).round().div(1e4).tolist()
+    return rounded
 
 
 def _nanstd(values: Tensor) -> float:

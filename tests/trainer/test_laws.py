@@ -2,6 +2,7 @@
 """The laws of the numbers (design, section 4) on whole trainers and engines; the pure parts are tests of the maths."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from omnitrl.algorithms import SDE_TYPES, reward_advantages
+from omnitrl.errors import RunError
 from omnitrl.models import FAMILIES
 from omnitrl.rollout import LocalEngine, SampleRequest, SamplingParams, stable_seed
+from omnitrl.trainer import TRAINERS
 from tests.tiny_models import PIPELINES, tiny_model
 from tests.trainer.helpers import (
     PROMPTS,
@@ -363,13 +366,38 @@ class StopAt(TrainerCallback):
 # Law 11
 
 
-def test_law_11_a_nan_loss_stops_the_run_with_what_is_needed_to_see_why(tmp_path):
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_law_11_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_see_why(tmp_path, value):
     run = trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=100)
     good = run.compute_row_losses
-    run.compute_row_losses = lambda *a: good(*a) * (float("nan") if run.state.global_step == 2 else 1.0)
-    with pytest.raises(RuntimeError, match=r"loss is nan at optimizer step 2, sampler steps \[0, 1, 2\], advantages"):
+    run.compute_row_losses = lambda *a: good(*a).abs() + (float(value) if run.state.global_step == 3 else 0.0)
+    with pytest.raises(RuntimeError, match="the weights of the last step are kept. Lower learning_rate") as error:
         run.train()
-    assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "out" / "checkpoint-3" / "adapter_model.safetensors").is_file()
+    message, buffer = str(error.value), run._buffer
+    assert "\n" not in message
+    assert f"loss is {value} at optimizer step 3, sampler steps [0, 1, 2], " in message
+    samples = sorted(buffer.samples_of(1, 4))  # the second micro-batch of the second rollout
+    timesteps = buffer.table.timesteps[:3].tolist()
+    for label, values, digits in (
+        ("timesteps", timesteps, 1),
+        ("rewards", buffer.extras["rewards"][samples].tolist(), 4),
+        ("advantages", buffer.advantages[samples].tolist(), 4),
+    ):
+        shown = re.search(rf"{label} \[([^]]+)\]", message).group(1)
+        assert [float(number) for number in shown.split(", ")] == pytest.approx(values, abs=0.6 * 10**-digits)
+    assert 0.4 < buffer.extras["rewards"].min() < buffer.extras["rewards"].max() < 0.9  # brightness, as it was scored
+
+
+@pytest.mark.parametrize("algorithm", TRAINERS)
+def test_law_11_every_algorithm_stops_at_a_loss_that_is_not_finite(tmp_path, algorithm):
+    run = trainer(tmp_path, algorithm, max_steps=4)
+    good = run.compute_row_losses
+    run.compute_row_losses = lambda *a: good(*a) * (float("nan") if run.state.global_step == 1 else 1.0)
+    with pytest.raises(RunError, match=r"loss is nan at optimizer step 1, .*: the weights of the last step are kept"):
+        run.train()
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert all(tensor.isfinite().all() for tensor in trainable(run).values())
 
 
 def test_law_11_nothing_else_fails_silently(tmp_path):
