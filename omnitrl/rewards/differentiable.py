@@ -46,8 +46,10 @@ class DifferentiableRewards:
     def __init__(
         self, reward_funcs: str | RewardFunc | Sequence[str | RewardFunc], weights: list[float] | None = None
     ) -> None:
-        single = isinstance(reward_funcs, str) or callable(reward_funcs)
-        functions = [get_reward(spec) for spec in ([reward_funcs] if single else reward_funcs)]
+        given: list[Any] = [reward_funcs]
+        if isinstance(reward_funcs, Sequence) and not (isinstance(reward_funcs, str) or callable(reward_funcs)):
+            given = list(reward_funcs)
+        functions = [get_reward(spec) for spec in given]
         if not functions:
             raise InputError("There is no reward: pass a function, or a list of them, as `reward_funcs`.")
         self.weights = [1.0] * len(functions) if weights is None else list(weights)
@@ -124,7 +126,7 @@ class DifferentiableRewards:
             try:
                 with torch.enable_grad():
                     value = self([row["prompt"] for row in rows], leaf, rows)[:, i]
-                gradient = _gradient(value, leaf)
+                    gradient = _gradient(value, leaf)
             except RewardError as error:
                 raise InputError(str(error)) from error
             if gradient is None:

@@ -49,7 +49,8 @@ class SRPOConfig(RolloutConfig):
         metadata={"help": "Noise levels are drawn between these two steps, the noisier one first."},
     )
     groundtruth_ratio: float = field(
-        default=0.9, metadata={"help": "Share of the range that is recovered exactly; the network steps over the rest."}
+        default=0.9,
+        metadata={"help": "Share of the range that is recovered exactly; the network steps over the rest."},
     )
 
     # Relative preference

@@ -101,7 +101,9 @@ class SRPOTrainer(RolloutTrainer):
     }
     args: SRPOConfig
 
-    def __init__(self, *args: Any, eval_reward_funcs: RewardLike | Sequence[RewardLike] | None = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, eval_reward_funcs: RewardLike | Sequence[RewardLike] | None = None, **kwargs: Any
+    ) -> None:
         self._eval_reward_funcs = eval_reward_funcs
         self._last_rewards: list[float] = []
         super().__init__(*args, **kwargs)
@@ -144,8 +146,8 @@ class SRPOTrainer(RolloutTrainer):
         if level > _HIGHEST_LEVEL + 1e-6:
             works = int((self._grid <= _HIGHEST_LEVEL).int().argmax())
             raise InputError(
-                f"align_range={self.args.align_range} begins at noise level {level:.4f} of this model, where so little "
-                f"of a sample is left that it cannot be recovered: begin at step {works} of "
+                f"align_range={self.args.align_range} begins at noise level {level:.4f} of this model, where too "
+                f"little of a sample is left to be recovered: begin at step {works} of "
                 f"{self.args.align_num_inference_steps} or later, not at {first}."
             )
 

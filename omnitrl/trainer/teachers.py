@@ -87,7 +87,10 @@ class Teacher:
         Raises:
             [`~omnitrl.errors.InputError`]: no adapter can be loaded from there.
         """
-        folders = {name: {"subfolder": name} if len(student.networks) > 1 else {} for name in student.networks}
+        several = len(student.networks) > 1
+        folders: dict[str, dict[str, Any]] = {
+            name: {"subfolder": name} if several else {} for name in student.networks
+        }
         network: Any
         if has_adapters(student):
             for name, network in student.networks.items():
