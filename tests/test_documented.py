@@ -269,6 +269,7 @@ def test_a_trainer_has_a_page_that_leads_to_what_is_shared(name):
     assert f"https://huggingface.co/papers/{get_trainer(name)._paper['id']}" in text
     for documented in (TRAINERS[name], CONFIGS[name].__name__):
         assert f"[[autodoc]] {documented}\n" in text
+    assert re.findall(r"^[A-Z_]{5,}$", text, re.MULTILINE) == [], "something is still to be filled in"
 
 
 @pytest.mark.parametrize("name", TRAINERS)
