@@ -74,6 +74,11 @@ class DanceGRPOTrainer(ClippedPolicyTrainer):
     }
     args: DanceGRPOConfig
 
+    def describe_run(self) -> str:
+        half = self.args.units_per_group // 2
+        chosen = "" if self.args.best_of_n is None else f" on the {half} best and the {half} worst of each prompt"
+        return super().describe_run() + chosen
+
     @property
     def loss_weights(self) -> Tensor:
         """Weights (F,) of the losses of the rewards; a reward of negative weight has its advantages turned instead."""

@@ -93,6 +93,12 @@ def test_old_log_probs_of_another_guidance_are_computed_for_what_is_trained(tmp_
     assert (log_probs - batch.old_log_probs).abs().max() <= 1e-5
 
 
+def test_the_terminal_says_how_many_are_trained(tmp_path):
+    some = trainer(tmp_path, best_of_n=4, num_generations=8).describe_run()
+    assert some.endswith("= 1 prompts × 8, 1 optimizer step(s) each on the 2 best and the 2 worst of each prompt")
+    assert trainer(tmp_path).describe_run().endswith("= 2 prompts × 4, 2 optimizer step(s) each")
+
+
 def test_the_control_chooses_by_shuffled_advantages(tmp_path):
     real, control = (fresh_rollout(trainer(tmp_path, best_of_n=2, shuffle_advantages=s)) for s in (False, True))
     assert not torch.equal(real.advantages, control.advantages)
