@@ -20,7 +20,7 @@ def test_an_unknown_algorithm_is_one_line(capsys):
         main(["quickstart", "--algo", "flow_grp"])
     assert exit_.value.code == 2
     assert capsys.readouterr().err == (
-        "error: --algo flow_grp has no quickstart; there is flow_grpo. Did you mean 'flow_grpo'?\n"
+        f"error: --algo flow_grp has no quickstart; there is {', '.join(RECIPES)}. Did you mean 'flow_grpo'?\n"
     )
 
 
