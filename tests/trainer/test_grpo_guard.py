@@ -96,7 +96,7 @@ def test_t12_a_window_that_moves_keeps_one_scale(tmp_path):
     ("options", "expected"),
     [
         ({}, (0, 1, 2, 3, 4)),
-        ({"sde_window_range": [2, 9]}, (2, 3, 4)),
+        ({"sde_window_range": [2, 6]}, (2, 3, 4)),
         ({"sde_window_strategy": "random", "sde_window_size": 2, "sde_window_range": [1, 4]}, (1, 2, 3)),
         ({"sde_window_strategy": "first", "sde_window_size": 2}, (0, 1)),
     ],
@@ -199,6 +199,7 @@ def test_means_cost_one_state_for_each_trained_step(tmp_path):
     ("options", "message"),
     [
         ({"log_prob_form": "squared_error"}, "log_prob_form='squared_error' would change nothing.*use 'gaussian'"),
+        ({"log_prob_reduction": "sum"}, "log_prob_reduction='sum' would change nothing.*use 'mean'"),
         ({"epsilon": 0.0}, "epsilon=0.0 must be above 0"),
         ({"epsilon_high": -1.0}, "epsilon_high=-1.0 must be above 0"),
     ],
