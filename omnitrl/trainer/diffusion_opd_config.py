@@ -9,7 +9,7 @@ from typing import ClassVar
 from omnitrl.algorithms import KL_FORMS
 from omnitrl.errors import InputError
 from omnitrl.trainer.base_config import check_choice
-from omnitrl.trainer.replay_config import ReplayConfig
+from omnitrl.trainer.replay_config import ReplayConfig, check_density
 
 
 @dataclass
@@ -52,5 +52,6 @@ class DiffusionOPDConfig(ReplayConfig):
 
     def _check_ranges(self) -> None:
         super()._check_ranges()
+        check_density(self, "distillation_form", self.distillation_form)
         if self.shuffle_advantages:
             raise InputError("shuffle_advantages=True shuffles nothing, for there are none: use shuffle_prompts=True.")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -158,6 +159,34 @@ class ReplayConfig(RolloutConfig):
             self.trained_steps(0)
         except ValueError as error:
             raise InputError(str(error)) from None
+        steps = self.num_inference_steps
+        if self.sde_window_range is not None and self.sde_window_range[1] > steps:
+            raise InputError(
+                f"sde_window_range={self.sde_window_range} goes beyond the {steps} sampler steps: use "
+                f"[{self.sde_window_range[0]}, {steps - 1}], as the last step is an ODE step."
+            )
+
+
+def check_density(args: ReplayConfig, option: str, form: str) -> None:
+    """
+    Raises if a divergence of Gaussians is asked for where the transition is none.
+
+    The last step of CPS has a std of 0: it ends at noise level 0, to which its std is in proportion.
+
+    Args:
+        args ([`ReplayConfig`]):
+            The options.
+        option, form (`str`):
+            Name of an option, and its value: a key of `omnitrl.algorithms.KL_FORMS`.
+    """
+    asked = args.sde_window_range
+    needs_std = "std" in inspect.signature(KL_FORMS[form]).parameters
+    if args.sde_type == "cps" and needs_std and asked is not None and asked[1] >= args.num_inference_steps:
+        raise InputError(
+            f"{option}={form!r} needs the density of each step that sde_window_range={asked} names, which the last "
+            f"step of sde_type='cps' does not have at noise level 0: use [{asked[0]}, {asked[1] - 1}], or "
+            f"{option}='velocity'."
+        )
 
 
 @dataclass
@@ -181,6 +210,8 @@ class PolicyGradientConfig(ReplayConfig):
         super()._check_ranges()
         if self.beta < 0:
             raise InputError(f"beta={self.beta} must not be negative: use 0 for no KL.")
+        if self.beta:
+            check_density(self, "kl_form", self.kl_form)
 
 
 @dataclass

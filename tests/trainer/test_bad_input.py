@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a user can get wrong when a trainer is made raises then: one sentence that names a value that works."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -15,9 +16,9 @@ from transformers import TrainingArguments
 
 from omnitrl.errors import InputError
 from omnitrl.models import load_flow_model
-from omnitrl.trainer import FlowGRPOTrainer
+from omnitrl.trainer import TRAINERS, FlowGRPOTrainer, get_trainer
 from tests.tiny_models import tiny_model, tiny_sd3
-from tests.trainer.helpers import LORA, brightness, config, trainer
+from tests.trainer.helpers import LORA, WITH_REPLAY, WITH_ROLLOUTS, brightness, config, trainer
 
 
 ROOT = Path(__file__).parents[2]
@@ -256,6 +257,11 @@ def test_the_sizes_that_the_message_names_work(tmp_path, field):
             r"sde_window_size=7 does not fit steps 0\.\.2.*use 1 to 3",
         ),
         ({"sde_window_range": [5, 9]}, r"sde_window_range=\(5, 9\) holds none of the steps 0\.\.2 .*use \(0, 3\)"),
+        (
+            {"sde_window_range": [2, 9]},
+            r"sde_window_range=\[2, 9\] goes beyond the 4 sampler steps: use \[2, 3\], as the last",
+        ),
+        ({"sde_window_range": [-1, 3]}, r"sde_window_range=\(-1, 3\) holds none of the steps 0\.\.2 .*use \(0, 3\)"),
         ({"sde_window_range": [5]}, r"sde_window_range=\[5\] must be a start and an end: use 0 5"),
         ({"sde_window_strategy": "random"}, "'random' needs the size of the window: set sde_window_size=2"),
         ({"sde_window_size": 2}, "sde_window_size=2 has no meaning for sde_window_strategy='all'"),
@@ -314,6 +320,89 @@ def test_a_size_that_is_not_square_is_made(tmp_path):
 )
 def test_unknown_names_list_the_known_ones(tmp_path, options, message):
     refused(lambda: config(tmp_path, **options), message)
+
+
+# Every algorithm
+
+# Texts that are no names.
+FREE = {"control_word_format"}
+
+
+def names_of(algorithm):
+    """Options of an algorithm, beyond those of the Trainer, whose value is one of some names."""
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    ours = [field for field in dataclasses.fields(get_trainer(algorithm).config_class) if field.name not in inherited]
+    return [field.name for field in ours if field.type == "str" and field.name not in FREE]
+
+
+@pytest.mark.parametrize(("algorithm", "option"), [(a, option) for a in TRAINERS for option in names_of(a)])
+def test_every_name_that_is_unknown_lists_those_that_are_known(tmp_path, algorithm, option):
+    with pytest.raises(InputError, match=rf"^{option}='xyzzy' is unknown: use one of '.+'\.$") as error:
+        config(tmp_path, algorithm, **{option: "xyzzy"})
+    listed = re.findall("'([^']+)'", str(error.value).split("use one of ")[1])
+    assert getattr(config(tmp_path, algorithm), option) in listed
+
+
+def test_losses_transitions_and_divergences_are_among_the_names():
+    found = {option for algorithm in TRAINERS for option in names_of(algorithm)}
+    assert {"sde_type", "kl_form", "loss_type", "distillation_form", "sde_window_strategy", "ode_solver"} <= found
+
+
+@pytest.mark.parametrize("algorithm", WITH_REPLAY)
+@pytest.mark.parametrize("bounds", [[3, 5], [4, 9], [-1, 3], [2, 2]])
+def test_windows_outside_the_schedule_are_refused_with_bounds_that_work(tmp_path, algorithm, bounds):
+    options = {"sde_window_strategy": "first", "sde_window_size": 1}
+    with pytest.raises(InputError, match=r"^sde_window_range=") as error:
+        config(tmp_path, algorithm, sde_window_range=bounds, **options)
+    works = [int(bound) for bound in re.search(r"use [(\[](\d), (\d)", str(error.value)).groups()]
+    assert config(tmp_path, algorithm, sde_window_range=works, **options).window(0)[0] == works[0]
+
+
+COMPARING = [name for name in WITH_ROLLOUTS if get_trainer(name).config_class._at_least["num_generations"] > 1]
+
+
+def test_all_but_those_that_compare_nothing_need_groups():
+    assert set(WITH_ROLLOUTS) - set(COMPARING) == {"srpo", "diffusion_opd"} & set(WITH_ROLLOUTS)
+
+
+@pytest.mark.parametrize("algorithm", COMPARING)
+def test_a_group_of_one_is_refused(tmp_path, algorithm):
+    refused(
+        lambda: config(tmp_path, algorithm, num_generations=1, generation_batch_size=8),
+        "num_generations=1 must be at least 2 .a group of one has no baseline to compare with.: use num_generations=2",
+    )
+
+
+@pytest.mark.parametrize("algorithm", WITH_ROLLOUTS)
+def test_a_group_size_that_does_not_divide_the_rollout_is_refused_with_sizes_that_work(tmp_path, algorithm):
+    options = {"num_generations": 5, "per_device_train_batch_size": 1}
+    with pytest.raises(
+        InputError, match="num_generations=5 needs a rollout batch that is a multiple of 5, got 8"
+    ) as e:
+        config(tmp_path, algorithm, generation_batch_size=8, **options)
+    for size in re.search(r"use (\d+) or (\d+)", str(e.value)).groups():
+        assert config(tmp_path, algorithm, generation_batch_size=int(size), **options).generation_batch_size % 5 == 0
+
+
+@pytest.mark.parametrize("algorithm", WITH_REPLAY)
+@pytest.mark.parametrize("form", ["exact", "flow_grpo"])
+def test_cps_has_no_density_at_noise_level_0(tmp_path, algorithm, form):
+    """Where the last step is asked for by name; without a KL, or with that of velocities, it is left out."""
+    fields = {field.name for field in dataclasses.fields(get_trainer(algorithm).config_class)}
+    (option,) = {"kl_form", "distillation_form"} & fields
+    weight = {"beta": 0.1} if option == "kl_form" else {}
+    common = {"sde_type": "cps", "noise_level": 0.5, **weight}
+    asked = {"sde_window_strategy": "first", "sde_window_size": 2, "sde_window_range": [1, 4]}
+    refused(
+        lambda: config(tmp_path, algorithm, **common, **asked, **{option: form}),
+        rf"^{option}='{form}' needs the density of each step that sde_window_range=\[1, 4\] names, which the last "
+        rf"step of sde_type='cps' does not have at noise level 0: use \[1, 3\], or {option}='velocity'",
+    )
+    works = config(tmp_path, algorithm, **common, **{**asked, "sde_window_range": [1, 3]}, **{option: form})
+    assert works.window(0) == (1, 2)
+    assert config(tmp_path, algorithm, **common, **asked, **{option: "velocity"}).window(0) == (1, 2)
+    if weight:
+        assert config(tmp_path, algorithm, **{**common, "beta": 0.0}, **asked, **{option: form}).window(0) == (1, 2)
 
 
 # Optimisation

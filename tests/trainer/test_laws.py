@@ -371,7 +371,7 @@ def test_law_11_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_s
     run = trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=100)
     good = run.compute_row_losses
     run.compute_row_losses = lambda *a: good(*a).abs() + (float(value) if run.state.global_step == 3 else 0.0)
-    with pytest.raises(RuntimeError, match="the weights of the last step are kept. Lower learning_rate") as error:
+    with pytest.raises(RuntimeError, match=r"weights of the last step are kept\. Lower learning_rate") as error:
         run.train()
     assert (tmp_path / "out" / "checkpoint-3" / "adapter_model.safetensors").is_file()
     message, buffer = str(error.value), run._buffer
