@@ -120,6 +120,17 @@ RECIPES: dict[str, dict[str, Any]] = {
         "sde_window_size": 2,
         "kl_threshold": 3e-4,
     },
+    "dance_grpo": {
+        "learning_rate": 4e-4,
+        "max_steps": 240,
+        "num_generations": 16,
+        "generation_batch_size": 128,
+        "per_device_train_batch_size": 32,
+        "rollout_batch_size": 64,
+        "timesteps_per_forward": 3,
+        "noise_level": 0.7,
+        "epsilon": 5e-3,
+    },
 }
 FULL_LEARNING_RATE = 2e-4
 LORA_RANK, LORA_ALPHA = 16, 32
