@@ -37,6 +37,7 @@ OTHERS = {
     "--only": "Algorithms, separated by commas; what the output file has of others stays.",
     "--seeds": "Seeds, separated by commas (default: 1,2,3).",
     "--jobs": "Runs at a time (default: 1).",
+    "--teacher": "Folder with the adapter that DiffusionOPD learns from, trained there if it is empty.",
     "--case": "Internal: one run, as JSON.",
 }
 
@@ -52,6 +53,7 @@ class Case:
         control (`bool`): Whether it is the control.
         forwards (`int`), seconds (`float`): The budgets.
         quick (`bool`): Few prompts, for a test of the script.
+        teacher (`str`): Folder of the teacher's adapter, for DiffusionOPD.
     """
 
     algorithm: str
@@ -60,6 +62,7 @@ class Case:
     forwards: int = FORWARDS
     seconds: float = SECONDS
     quick: bool = False
+    teacher: str = ""
 
 
 # One run
@@ -73,7 +76,8 @@ def run(case: Case, folder: str) -> dict[str, Any]:
     started = time.perf_counter()
     trainer.train()
     meter.finish(trainer)
-    return {**asdict(case), "wall_seconds": round(time.perf_counter() - started, 1), **meter.found}
+    described = {name: value for name, value in asdict(case).items() if name != "teacher"}  # a path of this machine
+    return {**described, "wall_seconds": round(time.perf_counter() - started, 1), **meter.found}
 
 
 class Meter:
@@ -140,51 +144,45 @@ class Meter:
 def build_trainer(case: Case, folder: str, meter: Meter) -> Any:
     """The trainer of a run, with the settings of `omnitrl quickstart`."""
     import torch
-    from peft import LoraConfig
 
-    from omnitrl.cli.quickstart import LORA_ALPHA, LORA_RANK, RECIPES, SHARED, _quieten_libraries
-    from omnitrl.models import load_flow_model
-    from omnitrl.quickstart import GLYPHS, rows
-    from omnitrl.trainer import get_trainer
+    from omnitrl.cli.quickstart import make_trainer
 
-    _quieten_libraries()
     torch.set_num_threads(1)
-    trainer_class = get_trainer(case.algorithm)
-    settings = {**SHARED, **RECIPES.get(case.algorithm, {}), **EXTRA_SETTINGS.get(case.algorithm, {})}
-    settings |= {"max_steps": 100_000, "save_strategy": "no", "save_report": False, "seed": case.seed, "use_cpu": True}
-    settings |= {"eval_strategy": "no", "output_dir": folder}
-    known = trainer_class.config_class.__dataclass_fields__
-    settings = {name: value for name, value in settings.items() if name in known}
-    if case.control:
-        settings[trainer_class.control_option] = True
-    model = load_flow_model(GLYPHS, max_sequence_length=1, dtype=torch.float32)
-    targets = [*model.default_lora_targets, "ff.net.0.proj", "ff.net.2"]
-    given = {"reward_funcs": ["ocr", "ocr_exact"], "train_dataset": rows("train")}
-    given |= EXTRA_ARGUMENTS[case.algorithm](case) if case.algorithm in EXTRA_ARGUMENTS else {}
-    trainer = trainer_class(
-        model,
-        args=trainer_class.config_class(**settings),
-        peft_config=LoraConfig(
-            r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, init_lora_weights="gaussian"
-        ),
-        callbacks=[meter.callback()],
-        **given,
-    )
+    settings = {
+        "output_dir": folder,
+        "seed": case.seed,
+        "use_cpu": True,
+        "max_steps": 1_000_000,  # the budgets end it
+        "save_strategy": "no",
+        "save_report": False,
+    }
+    given: dict[str, Any] = {"callbacks": [meter.callback()], "eval_dataset": None}
+    if case.algorithm == "diffusion_opd":
+        given["teacher_adapter"] = case.teacher
+    trainer = make_trainer(case.algorithm, settings, control=case.control, **given)
     meter.watch.trainer = trainer
     return trainer
 
 
-# What an algorithm needs beside prompts and rewards: settings, and arguments of the trainer.
-EXTRA_SETTINGS: dict[str, dict[str, Any]] = {}
-EXTRA_ARGUMENTS: dict[str, Any] = {}
+def make_teacher(folder: Path) -> None:
+    """What `omnitrl quickstart` leaves behind, for DiffusionOPD to learn from."""
+    from omnitrl.cli.quickstart import make_trainer
+
+    print(f"training a teacher in {folder} ...", flush=True)
+    settings = {"output_dir": str(folder), "seed": 42, "use_cpu": True, "save_strategy": "no", "save_report": False}
+    trainer = make_trainer("flow_grpo", settings)
+    trainer.train()
+    trainer.save_model()
 
 
 # All runs
 
 
-def cases(only: Iterable[str], seeds: Iterable[int], quick: bool) -> list[Case]:
+def cases(only: Iterable[str], seeds: Iterable[int], quick: bool, teacher: str) -> list[Case]:
     """All runs, those that are compared first."""
-    budget = {"forwards": 40, "seconds": 1.0, "quick": True} if quick else {}
+    budget: dict[str, Any] = {"teacher": teacher}
+    if quick:
+        budget |= {"forwards": 40, "seconds": 1.0, "quick": True}
     names, seeds = list(only), list(seeds)
     runs = [Case(name, seed, **budget) for seed in seeds for name in names]
     controls = [Case(name, seed, True, **budget) for seed in seeds if seed in CONTROL_SEEDS for name in names]
@@ -251,7 +249,10 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     if args.output.is_file():
         results = json.loads(args.output.read_text("utf-8"))["results"]
-    wanted = cases(only, seeds, args.quick)
+    teacher = Path(args.teacher or args.output.parent / "teacher")
+    if "diffusion_opd" in only and not (teacher / "adapter_config.json").is_file():
+        make_teacher(teacher)
+    wanted = cases(only, seeds, args.quick, str(teacher))
     keys = {(case.algorithm, case.seed, case.control) for case in wanted}
     results = [r for r in results if (r["algorithm"], r["seed"], r["control"]) not in keys]
     with ThreadPoolExecutor(int(args.jobs or 1)) as pool:

@@ -189,7 +189,32 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def build_trainer(options: argparse.Namespace) -> Any:
-    """The trainer of a quickstart run, as a user would write it."""
+    """The trainer of a quickstart run."""
+    settings: dict[str, Any] = {"seed": options.seed, "use_cpu": options.device == "cpu"}
+    if options.full:
+        settings["learning_rate"] = FULL_LEARNING_RATE
+    if options.steps is not None:
+        settings["max_steps"] = options.steps
+    settings |= {"eval_strategy": "steps", "eval_on_start": not options.resume, "output_dir": options.output_dir}
+    return make_trainer(options.algo, settings, full=options.full, control=options.control)
+
+
+def make_trainer(algo: str, settings: dict[str, Any], full: bool = False, control: bool = False, **given: Any) -> Any:
+    """
+    The trainer of an algorithm on the model that ships with omnitrl, as a user would write it.
+
+    Args:
+        algo (`str`):
+            A key of `RECIPES`.
+        settings (`dict`):
+            Options of the config, which win over those of the recipe.
+        full (`bool`):
+            Whether all weights are trained instead of an adapter.
+        control (`bool`):
+            Whether it is the control experiment.
+        given:
+            Further arguments of the trainer.
+    """
     _quieten_libraries()
     import torch
     from peft import LoraConfig
@@ -198,33 +223,23 @@ def build_trainer(options: argparse.Namespace) -> Any:
     from omnitrl.quickstart import GLYPHS, rows
     from omnitrl.trainer import get_trainer
 
-    algorithm = get_trainer(options.algo)
+    algorithm = get_trainer(algo)
     known = algorithm.config_class.__dataclass_fields__
     shared = {name: value for name, value in SHARED.items() if name in known}
-    settings = {**shared, **RECIPES[options.algo], "seed": options.seed, "use_cpu": options.device == "cpu"}
-    if options.full:
-        settings["learning_rate"] = FULL_LEARNING_RATE
-    if options.steps is not None:
-        settings["max_steps"] = options.steps
-    if options.control:
-        settings[algorithm.control_option] = True
     args = algorithm.config_class(
-        output_dir=options.output_dir,
-        eval_strategy="steps",
-        eval_on_start=not options.resume,
-        **settings,
+        **{**shared, **RECIPES[algo], **({algorithm.control_option: True} if control else {}), **settings}
     )
     model = load_flow_model(GLYPHS, max_sequence_length=args.max_sequence_length, dtype=torch.float32)
     targets = [*model.default_lora_targets, "ff.net.0.proj", "ff.net.2"]
     lora = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, init_lora_weights="gaussian")
-    return algorithm(
-        model,
-        args=args,
-        train_dataset=DATA.get(options.algo, lambda: rows("train"))(),
-        eval_dataset=rows("heldout"),
-        peft_config=None if options.full else lora,
-        **REWARDS.get(options.algo, _ordinary_rewards)(),
-    )
+    arguments = {
+        "train_dataset": DATA.get(algo, lambda: rows("train"))(),
+        "eval_dataset": rows("heldout"),
+        "peft_config": None if full else lora,
+        **REWARDS.get(algo, _ordinary_rewards)(),
+        **given,
+    }
+    return algorithm(model, args=args, **arguments)
 
 
 def _pairs() -> list[dict[str, Any]]:
