@@ -53,7 +53,7 @@ SHARED = {
 SETTINGS: dict[str, dict] = {
     "flow_dppo": {"kl_threshold": 0.05},
     "online_diffusion_dpo": {"num_generations": 4, "per_device_train_batch_size": 16, "beta": 1.0},
-    "diffusion_dpo": {"beta": 1.0, "learning_rate": 4e-3},
+    "diffusion_dpo": {"beta": 1.0, "learning_rate": 4e-3, "timesteps_per_sample": 4},
     "srpo": {"positive_words": None, "negative_words": None, "branches": ["denoise"], "learning_rate": 4e-3},
     "diffusion_opd": {"learning_rate": 5e-3},
 }
