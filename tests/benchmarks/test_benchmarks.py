@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks run, measure the same work on both sides, and write finite numbers; their figures are in the docs."""
 
+import importlib
 import json
 import math
 import os
@@ -12,7 +13,8 @@ import pytest
 
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = ("rollout_overhead", "train_overhead", "memory")
+NAMES = ("rollout_overhead", "train_overhead", "memory", "saved_work")
+PAIR = ("without", "with")
 
 
 def run(name, tmp_path):
@@ -116,3 +118,48 @@ def test_learning_measures_at_both_budgets(tmp_path):
     learnt, control = content["results"]
     assert learnt["before"]["reward"] == control["before"]["reward"]
     assert learnt["at_seconds"]["reward"] != control["at_seconds"]["reward"]
+
+
+@pytest.mark.slow
+def test_saved_work_counts_what_reaches_the_network(tmp_path):
+    content = run("saved_work", tmp_path)
+    check_numbers(content)
+    # 10 guided steps, of which 4 come before the window of 2 and 4 after it; groups of 8.
+    forwards = {name: result["forwards_per_sample"] for name, result in content["steps"].items()}
+    assert forwards == {
+        "all steps trained, KL": 2 * (10 + 9 + 9),
+        "no KL": 2 * (10 + 9),
+        "a window of 2 steps": 2 * (10 + 2),
+        "shared prefix": 2 * (4 / 8 + 6 + 2),
+        "Flash tail": 2 * (4 / 8 + 2 + 1 + 2),
+        "no guidance in training": 2 * (4 / 8 + 2 + 1) + 2 + 2,  # the old log-probs anew
+        "no guidance at all": 4 / 8 + 2 + 1 + 2,
+    }
+    pairs = {
+        name: [pair[which]["forwards_per_sample"] for which in ("without", "with")]
+        for name, pair in content["pairs"].items()
+    }
+    assert pairs == {
+        "old log-probs of the engine": [15, 11],
+        "prompts encoded once": [11, 11],
+        "timesteps_per_forward=2": [11, 11],
+        "no guidance in training, rollouts used twice": [15, 13],
+    }
+    everything = [*content["steps"].values(), *content["cycle"].values()]
+    for result in everything + [pair[which] for pair in content["pairs"].values() for which in ("without", "with")]:
+        assert result["forwards_per_sample"] == pytest.approx(result["forwards_seen_by_the_network"])
+    encoded = [content["pairs"]["prompts encoded once"][which]["text_encoder_rows_per_sample"] for which in PAIR]
+    assert encoded == [2 * 2 / 8 + 2 + 2, 3 / 16]  # with the prefix; each prompt and the empty one once
+    assert [result["gradient_exchanges"] for result in content["exchanges"].values()] == [8, 1]
+    assert {result["backward_passes"] for result in content["exchanges"].values()} == {8}
+
+
+def test_the_page_on_saved_work_has_the_tables_that_are_printed(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("saved_work")
+    content = json.loads((ROOT / "benchmarks" / "results" / "saved_work.json").read_text("utf-8"))
+    page = (ROOT / "docs" / "source" / "saving_work.md").read_text("utf-8")
+    for _, header, rows in script.tables(content):
+        lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
+        table = "\n".join([lines[0].replace("|  |", "| |"), "|" + "---|" * len(header), *lines[1:]])
+        assert table in page, table
