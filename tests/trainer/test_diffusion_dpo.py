@@ -380,6 +380,13 @@ def test_without_rewards_only_what_is_pictured_is_sampled(tmp_path):
     assert (tmp_path / "out" / "samples").is_dir()
 
 
+def test_without_an_eval_dataset_training_pairs_are_pictured(tmp_path):
+    run = dpo(tmp_path, max_steps=1, save_report=True, num_inference_steps_eval=2)
+    run.train()
+    assert len(logged(run, "eval_preview_loss")) == 2  # before and after
+    assert [s.prompt for s in run.report.summary.evaluations[0].samples] == PROMPTS
+
+
 def test_the_best_checkpoint_is_that_of_the_lowest_loss(tmp_path):
     args = config(tmp_path, "diffusion_dpo", load_best_model_at_end=True, save_strategy="steps", eval_strategy="steps")
     assert (args.metric_for_best_model, args.greater_is_better) == ("loss", False)
