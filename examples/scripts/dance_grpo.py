@@ -12,10 +12,11 @@ more):
 ```bash
 python examples/scripts/dance_grpo.py \
     --model glyphs --dataset glyphs:train --eval_dataset glyphs:heldout --rewards ocr \
-    --output_dir glyphs-dance --use_cpu true --max_steps 160 --learning_rate 4e-4 \
+    --output_dir glyphs-dance --use_cpu true --max_steps 160 --learning_rate 5e-4 \
     --height 32 --width 64 --max_sequence_length 1 --guidance_scale 1.0 \
     --num_inference_steps 6 --num_inference_steps_eval 6 --noise_level 0.7 --epsilon 5e-3 \
-    --num_generations 16 --generation_batch_size 128 --per_device_train_batch_size 32 --timesteps_per_forward 3 \
+    --num_generations 16 --generation_batch_size 128 --per_device_train_batch_size 32 --timesteps_per_forward 2 \
+    --sde_window_strategy first --sde_window_size 2 --timestep_fraction 1.0 \
     --lora_r 16 --lora_alpha 32
 ```
 
