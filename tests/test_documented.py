@@ -149,7 +149,7 @@ def log_sharpness(prompts, completions, log_metric, **kwargs):
 
 def run(name, folder):
     """Names of all metrics of a short run with every part that logs something, as the pages write them."""
-    config_class, model = CONFIGS[name], tiny_model()
+    model = tiny_model()
     needed = helpers.ARGUMENTS[name](model) if name in helpers.ARGUMENTS else {}
     rewards = needed.get("reward_funcs", log_sharpness)
     held_out = {"heldout": ["a sun", "a sky"]}
@@ -167,7 +167,7 @@ def run(name, folder):
         eval_strategy="steps",
         eval_steps=1,
         eval_dataset=held_out,
-        **({"beta": 0.01} if issubclass(config_class, PolicyGradientConfig) else {}),
+        **({"beta": 0.01} if "beta" in defaults(CONFIGS[name]) else {}),
     )
     trained.train()
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
