@@ -13,9 +13,9 @@ python examples/scripts/online_diffusion_dpo.py \
     --model glyphs --dataset glyphs:train --eval_dataset glyphs:heldout --rewards ocr \
     --output_dir glyphs-online-dpo \
     --height 32 --width 64 --max_sequence_length 1 --num_inference_steps 6 --num_inference_steps_eval 6 \
-    --guidance_scale 1.0 --num_generations 8 --generation_batch_size 128 --per_device_train_batch_size 8 \
+    --guidance_scale 1.0 --num_generations 8 --generation_batch_size 64 --per_device_train_batch_size 8 \
     --rollout_batch_size 64 --timesteps_per_sample 2 --timesteps_per_forward 2 \
-    --learning_rate 3e-4 --max_steps 64 --lora_r 16 --lora_alpha 32
+    --learning_rate 3e-4 --max_steps 120 --lora_r 16 --lora_alpha 32
 ```
 
 Stable Diffusion 3.5 Medium on one node with 8 GPUs, with the settings of flow_grpo: one pair of 24 samples, and a
