@@ -185,7 +185,7 @@ class BaseTrainer(HubTrainer):
     @property
     def is_sharded(self) -> bool:
         """Whether each process holds only a part of the weights (FSDP, DeepSpeed)."""
-        return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """

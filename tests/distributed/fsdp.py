@@ -176,7 +176,24 @@ def saving(place):
     return {"kept": kept, "final": (weights(run), average(run))}
 
 
-SCENARIOS = {f.__name__: f for f in (lora, full_fine_tuning, bfloat16, resumed, saving)}
+def second_weights(place):
+    """Rollouts and losses of an average that changes places with shards, all weights trained."""
+    result = {}
+    for algorithm in ("diffusion_nft", "awm"):
+        run = make(
+            place / algorithm,
+            algorithm=algorithm,
+            max_steps=3,
+            timesteps_per_sample=2,
+            **{name: value for name, value in COMMON.items() if name != "kl_form"},
+            **{**FULL, "learning_rate": 1e-3},
+        )
+        run.train()
+        result[algorithm] = {"weights": weights(run), "reward": logged(run, "reward"), "kl": logged(run, "kl")}
+    return result
+
+
+SCENARIOS = {f.__name__: f for f in (lora, full_fine_tuning, bfloat16, resumed, saving, second_weights)}
 
 if __name__ == "__main__":
     main(SCENARIOS)

@@ -125,3 +125,14 @@ def test_the_best_checkpoint_is_loaded(two):
         weights, average = result["kept"][2]
         assert same(result["final"][0], weights)
         assert all(map(torch.equal, result["final"][1], average))
+
+
+def test_a_second_set_of_weights_may_be_sharded(two, tmp_path):
+    """After a rollout of the old policy, what FSDP2 has gathered of the root's weights must not stay."""
+    first, second = two.results("second_weights")
+    alone = fsdp.second_weights(tmp_path)
+    for algorithm, expected in alone.items():
+        assert same(first[algorithm]["weights"], second[algorithm]["weights"])
+        assert distance(expected["weights"], first[algorithm]["weights"]) <= 1e-5
+        for key in ("reward", "kl"):
+            assert first[algorithm][key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5)
