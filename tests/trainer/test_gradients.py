@@ -87,10 +87,7 @@ def whole(tmp_path_factory):
 def test_any_split_of_an_update_has_the_gradient_of_the_one_big_batch(
     tmp_path, whole, algorithm, parts, timesteps_per_forward
 ):
-    if units_of(algorithm, tmp_path) % parts:
-        pytest.skip("an update is of fewer units than that")
-    if parts == 1 and timesteps_per_forward == 100:
-        return
+    parts = min(parts, units_of(algorithm, tmp_path))
     expected = whole(algorithm)
     assert sum(float(tensor.square().sum()) for tensor in expected.values()) > 0
     found = gradient_of_an_update(tmp_path, algorithm, parts, timesteps_per_forward)
