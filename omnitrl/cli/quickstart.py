@@ -119,6 +119,16 @@ RECIPES: dict[str, dict[str, Any]] = {
         "eval_steps": 20,
         "save_steps": 20,
     },
+    "diffusion_opd": {
+        "learning_rate": 1e-3,
+        "max_steps": 60,
+        "generation_batch_size": 64,
+        "per_device_train_batch_size": 32,
+        "rollout_batch_size": 64,
+        "timesteps_per_forward": 5,
+        "eval_steps": 20,
+        "save_steps": 20,
+    },
     "grpo_guard": {
         "learning_rate": 7e-4,
         "max_steps": 240,
@@ -170,6 +180,11 @@ def main(argv: Sequence[str]) -> int:
             f"--algo {options.algo} has no quickstart; there is {', '.join(RECIPES)}."
             f"{did_you_mean(options.algo, RECIPES)}"
         )
+    if (options.teacher is None) == (options.algo == "diffusion_opd"):
+        raise InputError(
+            "diffusion_opd, and no other algorithm, learns from a --teacher: give the folder that a quickstart of "
+            "another algorithm has written, such as --algo diffusion_opd --teacher quickstart-output."
+        )
     return _run(options)
 
 
@@ -186,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--full", action="store_true", help="train all weights instead of a LoRA adapter")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
     parser.add_argument("--device", default="cpu", help="'cpu', or 'auto' for the accelerator if there is one")
+    parser.add_argument("--teacher", help="folder of the adapter that diffusion_opd learns from")
     parser.add_argument(
         "--control", action="store_true", help="shuffle the advantages: a run that must not learn, for comparison"
     )
@@ -222,7 +238,8 @@ def build_trainer(options: argparse.Namespace) -> Any:
     if options.steps is not None:
         settings["max_steps"] = options.steps
     settings |= {"eval_strategy": "steps", "eval_on_start": not options.resume, "output_dir": options.output_dir}
-    return make_trainer(options.algo, settings, full=options.full, control=options.control)
+    teacher = {} if options.teacher is None else {"teacher_adapter": options.teacher}
+    return make_trainer(options.algo, settings, full=options.full, control=options.control, **teacher)
 
 
 def make_trainer(algo: str, settings: dict[str, Any], full: bool = False, control: bool = False, **given: Any) -> Any:

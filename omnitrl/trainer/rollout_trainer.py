@@ -220,19 +220,21 @@ class RolloutTrainer(SamplingTrainer):
     def _advantages(self, rewards: Tensor) -> Tensor:
         """Advantages of the samples of all ranks, and the log of their rewards (N, F)."""
         assert self.rewards is not None
-        groups = self._plan.group_ids()
         total = self.rewards.total(rewards)
         for i, name in enumerate(self.rewards.names):
             self.metrics.add(f"rewards/{name}/mean", rewards[:, i])
             self.metrics.add(f"rewards/{name}/std", _nanstd(rewards[:, i]))
         self.metrics.add("reward", total)
-        self.metrics.add("reward_std", group_std_mean(total, groups))
-        equal = zero_std_fraction(total, groups)
-        self.metrics.add("frac_reward_zero_std", equal)
-        self._warn_if_equal(equal)
+        if self.args.num_generations > 1:
+            self._compare_in_groups(total)
         return self.compute_advantages(rewards[:, torch.tensor(self.rewards.weights) != 0])
 
-    def _warn_if_equal(self, fraction: float) -> None:
+    def _compare_in_groups(self, total: Tensor) -> None:
+        """Logs how the rewards (N,) of a group differ, and warns where they do not."""
+        groups = self._plan.group_ids()
+        self.metrics.add("reward_std", group_std_mean(total, groups))
+        fraction = zero_std_fraction(total, groups)
+        self.metrics.add("frac_reward_zero_std", fraction)
         self._equal_rollouts = self._equal_rollouts + 1 if fraction == 1 else 0
         if self._equal_rollouts == 3:
             logger.warning(

@@ -4,9 +4,13 @@
 import json
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 
 from omnitrl.cli.main import main
 from omnitrl.cli.quickstart import RECIPES, summarize
+from omnitrl.models import load_flow_model
+from omnitrl.quickstart import GLYPHS
 from omnitrl.report import EvaluationRecord, read_metrics
 from omnitrl.trainer import TRAINERS
 
@@ -24,6 +28,14 @@ def test_an_unknown_algorithm_is_one_line(capsys):
     )
 
 
+@pytest.mark.parametrize("words", [["--algo", "diffusion_opd"], ["--algo", "awm", "--teacher", "there"]])
+def test_a_teacher_is_for_distillation_alone(capsys, words):
+    with pytest.raises(SystemExit) as exit_:
+        main(["quickstart", *words])
+    assert exit_.value.code == 2
+    assert "such as --algo diffusion_opd --teacher quickstart-output" in capsys.readouterr().err
+
+
 def test_the_summary_takes_the_first_and_the_last_evaluation():
     def record(step, name, reward):
         metrics = {f"{name}_reward": reward, f"{name}_rewards/ocr_exact_reward/mean": reward / 2}
@@ -39,12 +51,23 @@ def test_the_summary_takes_the_first_and_the_last_evaluation():
     assert len(results) == 12
 
 
+def save_teacher(folder):
+    """An adapter on the shipped model, as a quickstart leaves one."""
+    network = load_flow_model(GLYPHS, dtype=torch.float32).transformer
+    config = LoraConfig(r=2, lora_alpha=1, target_modules=["attn.to_q", "attn.to_out.0"], init_lora_weights=False)
+    get_peft_model(network, config).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.compat
 @pytest.mark.parametrize("algorithm", RECIPES)
 def test_a_short_run_writes_everything_it_says(tmp_path, algorithm):
     folder = tmp_path / "run"
-    assert main(["quickstart", "--algo", algorithm, "--output-dir", str(folder), "--steps", "4", "--seed", "1"]) == 0
+    words = ["--steps", "4", "--seed", "1"]
+    if algorithm == "diffusion_opd":
+        words += ["--teacher", save_teacher(tmp_path / "teacher")]
+    assert main(["quickstart", "--algo", algorithm, "--output-dir", str(folder), *words]) == 0
     results = read_metrics(folder / "metrics.jsonl")[-1]
     assert 0.3 < results["eval/reward_before"] < 0.7
     assert 0.3 < results["eval/reward_after"] < 0.8
