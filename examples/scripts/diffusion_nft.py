@@ -14,7 +14,7 @@ python examples/scripts/diffusion_nft.py \
     --output_dir glyphs-nft \
     --height 32 --width 64 --max_sequence_length 1 --num_inference_steps 6 --num_inference_steps_eval 6 \
     --num_generations 16 --generation_batch_size 128 --per_device_train_batch_size 32 --timesteps_per_forward 2 \
-    --timesteps_per_sample 2 --beta 0.0 \
+    --timesteps_per_sample 2 --mix_beta 0.1 --beta 0.0 \
     --learning_rate 7e-4 --max_steps 240 --lora_r 16 --lora_alpha 32
 ```
 

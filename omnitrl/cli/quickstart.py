@@ -79,6 +79,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "rollout_batch_size": 64,
         "timesteps_per_sample": 2,
         "timesteps_per_forward": 2,
+        "mix_beta": 0.1,
         "beta": 0.0,
     },
     "awm": {
