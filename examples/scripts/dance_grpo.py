@@ -6,8 +6,8 @@
 """
 Train a flow-matching model with DanceGRPO (https://huggingface.co/papers/2505.07818).
 
-The model that ships with omnitrl, on a laptop without a GPU (`omnitrl quickstart --algo dance_grpo` does this and shows
-more):
+The model that ships with omnitrl, on a laptop without a GPU (`omnitrl quickstart --algo dance_grpo` does this and
+shows more):
 
 ```bash
 python examples/scripts/dance_grpo.py \

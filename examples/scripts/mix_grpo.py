@@ -18,8 +18,8 @@ python examples/scripts/mix_grpo.py \
     --learning_rate 7e-4 --max_steps 240 --lora_r 16 --lora_alpha 32
 ```
 
-Stable Diffusion 3.5 Medium on one node with 8 GPUs, as MixGRPO-Flash and with groups that branch; the prompts are lines such as `a shop front with a sign that says
-"Fresh Bread"`:
+Stable Diffusion 3.5 Medium on one node with 8 GPUs, as MixGRPO-Flash and with groups that branch; the prompts are
+lines such as `a shop front with a sign that says "Fresh Bread"`:
 
 ```bash
 accelerate launch --num_processes 8 examples/scripts/mix_grpo.py \

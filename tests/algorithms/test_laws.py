@@ -10,6 +10,7 @@ from omnitrl.algorithms import (
     AGGREGATIONS,
     SCALES,
     SDE_TYPES,
+    WINDOW_STRATEGIES,
     gaussian_log_prob,
     reward_advantages,
     sde_window,
