@@ -205,32 +205,28 @@ def run_in_process(case: Case) -> dict[str, Any]:
     return result
 
 
-def print_results(results: list[dict[str, Any]]) -> None:
-    """The table: means over seeds, and the range."""
-    names = list(dict.fromkeys(result["algorithm"] for result in results))
+def table(results: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
+    """Title, header and rows: means over seeds and their range, and the reward of the control."""
+    forwards, seconds = results[0]["forwards"], results[0]["seconds"]
     rows = []
-    for name in names:
+    for name in dict.fromkeys(result["algorithm"] for result in results):
         runs = [r for r in results if r["algorithm"] == name and not r["control"]]
         controls = [r for r in results if r["algorithm"] == name and r["control"]]
-        row = [name, str(len(runs))]
+        row = [name]
         for point in ("at_forwards", "at_seconds"):
-            values = [run[point]["reward"] for run in runs]
-            row.append(f"{mean(values):.3f} ({min(values):.3f}-{max(values):.3f})")
+            row.append(_mean_and_range([run[point]["reward"] for run in runs]))
             row.append(" ".join(f"{run[point]['reward']:.3f}" for run in controls) or "-")
-        row.append(f"{mean(run['at_seconds']['forwards'] for run in runs):,.0f}")
         row.append(f"{mean(run['at_forwards']['seconds'] for run in runs):.0f}")
+        row.append(f"{mean(run['at_forwards']['updates'] for run in runs):.0f}")
         rows.append(row)
-    header = (
-        "algorithm",
-        "seeds",
-        f"at {results[0]['forwards']:,} forwards",
-        "control",
-        f"at {results[0]['seconds']:.0f} s",
-        "control",
-        "forwards in these s",
-        "s for these forwards",
-    )
-    print_table("Held-out OCR reward, mean (range) over seeds", header, rows)
+    before = _mean_and_range([result["before"]["reward"] for result in results])
+    title = f"Held-out OCR reward, {before} before training"
+    header = ["", f"at {forwards:,} forwards", "control", f"at {seconds:.0f} s", "control", "s to there", "updates"]
+    return title, header, rows
+
+
+def _mean_and_range(values: list[float]) -> str:
+    return f"{mean(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
 def main() -> None:
@@ -262,7 +258,7 @@ def main() -> None:
             args.output.parent.mkdir(parents=True, exist_ok=True)
             content = {"benchmark": "learning", "quick": args.quick, **found, "results": results}
             args.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print_results(results)
+    print_table(*table(results))
     write_json(args.output, content)
 
 

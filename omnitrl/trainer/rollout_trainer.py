@@ -233,8 +233,11 @@ class RolloutTrainer(SamplingTrainer):
         """Logs how the rewards (N,) of a group differ, and warns where they do not."""
         groups = self._plan.group_ids()
         self.metrics.add("reward_std", group_std_mean(total, groups))
-        fraction = zero_std_fraction(total, groups)
-        self.metrics.add("frac_reward_zero_std", fraction)
+        equal = zero_std_fraction(total, groups)
+        self.metrics.add("frac_reward_zero_std", equal)
+        self._warn_if_equal(equal)
+
+    def _warn_if_equal(self, fraction: float) -> None:
         self._equal_rollouts = self._equal_rollouts + 1 if fraction == 1 else 0
         if self._equal_rollouts == 3:
             logger.warning(
