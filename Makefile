@@ -53,7 +53,7 @@ test-fast: $(DEV_STAMP)  ## the tests that take seconds
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not distributed and not server and not matrix" $(ARGS)
 
 test-compat: $(DEV_STAMP) $(COMPAT_STAMP)  ## the tests marked `compat`, with the oldest supported libraries
-	PYTHONPATH=$(COMPAT_DIR) $(PYTEST) -n $(JOBS) --dist worksteal -m compat $(ARGS)
+	PYTHONPATH=$(COMPAT_DIR) $(PYTEST) -n $(JOBS) --dist worksteal -m "compat and not matrix" $(ARGS)
 
 test-matrix: $(DEV_STAMP)  ## every algorithm on every model, and the table of it in the documentation
 	WRITE_MATRIX=1 $(PYTEST) -n $(JOBS) --dist worksteal tests/trainer/test_matrix.py -k new_object

@@ -59,9 +59,12 @@ def save_teacher(folder):
     return str(folder)
 
 
+# One of them with the oldest libraries too; there, tiny models show that the others run.
+RUNS = [pytest.param(name, marks=pytest.mark.compat if name == "flow_grpo" else ()) for name in RECIPES]
+
+
 @pytest.mark.slow
-@pytest.mark.compat
-@pytest.mark.parametrize("algorithm", RECIPES)
+@pytest.mark.parametrize("algorithm", RUNS)
 def test_a_short_run_writes_everything_it_says(tmp_path, algorithm):
     folder = tmp_path / "run"
     words = ["--steps", "4", "--seed", "1"]

@@ -78,6 +78,7 @@ def ratio_of(run, saved):
 COVER = set(matrix.covering(matrix.CASES))
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("algorithm", "family", "weights", "guidance"),
     [pytest.param(*case, marks=[] if case in COVER else pytest.mark.matrix) for case in matrix.CASES],
