@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from omnitrl.trainer import TRAINERS
+
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = ("rollout_overhead", "train_overhead", "memory", "saved_work")
+NAMES = ("learning", "rollout_overhead", "train_overhead", "memory", "saved_work")
 PAIR = ("without", "with")
 
 
@@ -163,3 +165,17 @@ def test_the_page_on_saved_work_has_the_tables_that_are_printed(monkeypatch):
         lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
         table = "\n".join([lines[0].replace("|  |", "| |"), "|" + "---|" * len(header), *lines[1:]])
         assert table in page, table
+
+
+def test_the_page_on_learning_has_the_table_that_is_printed(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("learning")
+    content = json.loads((ROOT / "benchmarks" / "results" / "learning.json").read_text("utf-8"))
+    page = (ROOT / "docs" / "source" / "learning.md").read_text("utf-8")
+    _, header, rows = script.table(content["results"])
+    assert [row[0] for row in rows] == list(TRAINERS)
+    for name in TRAINERS:
+        runs = [r for r in content["results"] if r["algorithm"] == name]
+        assert [(r["control"], r["seed"]) for r in runs] == [(False, 1), (False, 2), (False, 3), (True, 1)]
+    for row in (header, *rows):
+        assert ("| " + " | ".join(row) + " |").replace("|  |", "| |") in page, row
