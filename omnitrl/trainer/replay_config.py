@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from math import lcm
 from typing import ClassVar
 
 import torch
@@ -103,6 +104,17 @@ class ReplayConfig(RolloutConfig):
             "help": "Share of the steps after the last stochastic one that rollouts keep; 0.4 in MixGRPO-Flash."
         },
     )
+
+    def _resolve_batches(self) -> None:
+        super()._resolve_batches()
+        if self.shared_prefix and self.prompts_per_rollout % self.world_size:
+            whole = lcm(self.world_size, self._smallest_groups(self.per_device_train_batch_size * self.world_size))
+            fits = -(-self.prompts_per_rollout // whole) * whole * self.num_generations
+            raise InputError(
+                f"shared_prefix=True needs whole groups on each of {self.world_size} devices, which then make as many "
+                f"network calls, but generation_batch_size={self.generation_batch_size} makes "
+                f"{self.prompts_per_rollout} group(s): use generation_batch_size={fits}."
+            )
 
     # Derived
 

@@ -6,7 +6,7 @@ import torch
 from transformers import TrainerCallback
 
 from omnitrl import FlowGRPOConfig
-from omnitrl.errors import RunError
+from omnitrl.errors import InputError, RunError
 from tests.trainer.helpers import PROMPTS, config, fresh_rollout, logged, same, trainable, trainer
 
 
@@ -180,3 +180,14 @@ def test_prompts_of_different_groups_are_encoded_once_for_a_run(tmp_path):
     run.flow_model.encode_rows = lambda rows: encoded.append([row["prompt"] for row in rows]) or encode_rows(rows)
     run.train()
     assert sorted(prompt for rows in encoded for prompt in rows) == sorted(PROMPTS)
+
+
+def test_a_group_that_branches_lies_on_one_device(tmp_path, monkeypatch):
+    """Devices that branch off other numbers of groups would make other numbers of collective network calls."""
+    monkeypatch.setattr(FlowGRPOConfig, "world_size", 2)
+    options = {**FAST, "num_generations": 4, "per_device_train_batch_size": 3}
+    message = r"on each of 2 devices.*generation_batch_size=12 makes 3 group\(s\): use generation_batch_size=24\."
+    with pytest.raises(InputError, match=message):
+        config(tmp_path, **options, generation_batch_size=12)
+    assert config(tmp_path, **options, generation_batch_size=24).prompts_per_rollout == 6
+    assert config(tmp_path, **{**options, "shared_prefix": False}, generation_batch_size=12).prompts_per_rollout == 3
