@@ -204,3 +204,22 @@ def test_case_07_dance_grid(shift, num_steps):
 def test_case_07_verl_omni_wan_grid_is_the_dance_grid():
     _, stored = load_case("07")
     assert_close(shifted_sigmas(10, 5.0), stored["verl_wan22_shift5_n10_sigmas"], rtol=1e-6, atol=1e-7)
+
+
+def test_case_02c_a_start_that_is_one_but_for_rounding_is_the_endpoint():
+    """Flow-Factory takes 0.999999 for a level below 1; its std without the step size is then 695, and 22 at 0.999."""
+    case, stored = load_case("02c")
+    level, sigmas = case["parameters"]["noise_level"], stored["sigmas"].clone()
+    assert 1 - 2e-6 < sigmas[0] < 1
+    table = transition_table(sigmas, "flow_sde", level, [0, 1, 5])
+    root = (sigmas[:-1] - sigmas[1:]).sqrt()
+    for step in (1, 5):  # away from the endpoint both are the same formula
+        std = float(stored[f"i{step}_own_sigma_std_dev_t"].flatten()[0] * root[step])
+        assert float(table.std[step]) == pytest.approx(std, rel=1e-5)
+        mean = transition_mean(stored["sample"], stored["model_output"], table, step)
+        assert_close(mean, stored[f"i{step}_own_sigma_mean"], rtol=1e-5, atol=2e-5)
+    assert stored["i0_own_sigma_std_dev_t"].min() > 690
+    assert float(table.std[0]) == pytest.approx(level, rel=1e-4)  # the total std of the first step is `a`
+    exact = transition_table([1.0, *sigmas[1:].tolist()], "flow_sde", level, [0])
+    for ours, one in zip(table, exact, strict=True):
+        assert float(ours[0]) == pytest.approx(float(one[0]), rel=1e-4)
