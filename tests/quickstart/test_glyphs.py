@@ -172,6 +172,7 @@ def test_measured_quality_is_the_reported_one(report, script):
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_script_runs_through_and_writes_a_pipeline(tmp_path):
     pytest.importorskip("rapidocr_onnxruntime", reason="needs the `ocr` extra")
     command = [sys.executable, str(SCRIPT), "--output_dir", str(tmp_path), "--scale", "0.002", "--eval_seeds", "1"]

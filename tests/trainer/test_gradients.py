@@ -82,6 +82,7 @@ def whole(tmp_path_factory):
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parts", "timesteps_per_forward"), [(1, 1), (1, 2), (2, 1), (2, 100), (4, 2), (8, 1)])
 @pytest.mark.parametrize("algorithm", TRAINERS)
 def test_any_split_of_an_update_has_the_gradient_of_the_one_big_batch(
