@@ -208,7 +208,7 @@ class _Sampler:
         self.transitions = transition_table(table.sigmas, params.sde_type, params.noise_level, params.sde_steps)
         ode_steps = [step for step, noisy in enumerate(self.transitions.stochastic.tolist()) if not noisy]
         self.solver = solver_table(table.sigmas, params.ode_solver, ode_steps)
-        self.multistep = bool(self.solver.history_coef.any())
+        self.multistep = bool(self.solver.needs_history.any())
 
     @property
     def first_noise(self) -> int:

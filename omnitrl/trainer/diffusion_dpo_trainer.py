@@ -21,7 +21,7 @@ from omnitrl.trainer.evaluation import evaluate_prompts
 from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.noising import NoisedBatch, NoisedBatches, NoiseLevels
 from omnitrl.trainer.pair_latents import PairLatents
-from omnitrl.trainer.pair_loss import PairLoss, pair_loss
+from omnitrl.trainer.pair_loss import DPO_PAPER, PairLoss, pair_loss
 from omnitrl.trainer.sampling_trainer import SamplingTrainer
 
 
@@ -80,22 +80,11 @@ class DiffusionDPOTrainer(SamplingTrainer):
 
     config_class = DiffusionDPOConfig
     needs_rewards = False
+    trains_guided = False
     control_option = "shuffle_preferences"
     _name = "DiffusionDPO"
     _tag_names = ("omnitrl", "diffusion-dpo")
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Diffusion Model Alignment Using Direct Preference Optimization",
-        "id": "2311.12908",
-        "citation": (
-            "@article{wallace2023diffusiondpo,\n"
-            "    title  = {Diffusion Model Alignment Using Direct Preference Optimization},\n"
-            "    author = {Bram Wallace and Meihua Dang and Rafael Rafailov and Linqi Zhou and Aaron Lou and "
-            "Senthil Purushwalkam and Stefano Ermon and Caiming Xiong and Shafiq Joty and Nikhil Naik},\n"
-            "    year   = {2023},\n"
-            "    eprint = {arXiv:2311.12908},\n"
-            "}"
-        ),
-    }
+    _paper: ClassVar[dict[str, str]] = DPO_PAPER
     args: DiffusionDPOConfig
 
     # Set-up
@@ -121,12 +110,6 @@ class DiffusionDPOTrainer(SamplingTrainer):
         for rows in (self.train_dataset, *parts):
             if isinstance(rows, PreferenceRows):
                 self.latents.check(rows)
-
-    @property
-    def guidance_scale_train(self) -> float:
-        """Guidance of the network calls that are trained: none by default."""
-        given = self.args.guidance_scale_train
-        return 1.0 if given is None else given
 
     @property
     def pairs_per_update(self) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omnitrl.algorithms import SigmaTable, TransitionTable, transition_table, velocity_kl
+from omnitrl.algorithms import SigmaTable, velocity_kl
 from omnitrl.errors import RunError
-from omnitrl.rollout import SampleRequest, SamplingParams, stable_seed
+from omnitrl.rollout import SampleRequest, stable_seed
 from omnitrl.trainer.adapters import ReferencePolicy
 from omnitrl.trainer.averages import PolicyAverage
 from omnitrl.trainer.matching_config import MatchingConfig
@@ -29,33 +29,11 @@ class MatchingTrainer(RolloutTrainer):
     """
 
     args: MatchingConfig
-
-    @property
-    def guidance_scale_train(self) -> float:
-        """Guidance of the network calls that are trained: none by default."""
-        given = self.args.guidance_scale_train
-        return 1.0 if given is None else given
+    trains_guided = False
 
     def describe_run(self) -> str:
         args = self.args
         return f"trains {args.num_noise_levels} noise level(s) of each sample on {super().describe_run()}"
-
-    def sampling_params(self, rollout: int) -> SamplingParams:
-        args = self.args
-        return SamplingParams(
-            num_inference_steps=args.num_inference_steps,
-            guidance_scale=self.guidance_scale,
-            height=args.height,
-            width=args.width,
-            ode_solver=args.ode_solver,
-            keep_clean=True,
-            decode=self.scores_rollouts,
-        )
-
-    def tables(self, rollout: int) -> tuple[SigmaTable, TransitionTable]:
-        table = self.flow_model.sigmas(self.args.num_inference_steps, self.latent_shape)
-        transitions, device = transition_table(table.sigmas, "ode"), self.args.device
-        return SigmaTable(*(t.to(device) for t in table)), TransitionTable(*(t.to(device) for t in transitions))
 
     def noise_key(self, request: SampleRequest) -> tuple[int, ...]:
         """Samples of a rollout with the same key are trained with the same noise and levels."""

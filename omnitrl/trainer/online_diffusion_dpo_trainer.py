@@ -16,7 +16,7 @@ from omnitrl.trainer.checkpoints import check_same
 from omnitrl.trainer.matching_trainer import AveragingTrainer
 from omnitrl.trainer.noising import NoisedBatch
 from omnitrl.trainer.online_diffusion_dpo_config import OnlineDiffusionDPOConfig
-from omnitrl.trainer.pair_loss import pair_loss
+from omnitrl.trainer.pair_loss import DPO_PAPER, pair_loss
 from omnitrl.trainer.rollouts import RolloutBuffer, Units
 
 
@@ -66,19 +66,7 @@ class OnlineDiffusionDPOTrainer(AveragingTrainer):
     config_class = OnlineDiffusionDPOConfig
     _name = "OnlineDiffusionDPO"
     _tag_names = ("omnitrl", "online-diffusion-dpo")
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Diffusion Model Alignment Using Direct Preference Optimization",
-        "id": "2311.12908",
-        "citation": (
-            "@article{wallace2023diffusiondpo,\n"
-            "    title  = {Diffusion Model Alignment Using Direct Preference Optimization},\n"
-            "    author = {Bram Wallace and Meihua Dang and Rafael Rafailov and Linqi Zhou and Aaron Lou and "
-            "Senthil Purushwalkam and Stefano Ermon and Caiming Xiong and Shafiq Joty and Nikhil Naik},\n"
-            "    year   = {2023},\n"
-            "    eprint = {arXiv:2311.12908},\n"
-            "}"
-        ),
-    }
+    _paper: ClassVar[dict[str, str]] = DPO_PAPER
     args: OnlineDiffusionDPOConfig
 
     def _set_up_algorithm(self) -> None:

@@ -13,6 +13,21 @@ from omnitrl.trainer.base_config import check_choice, check_positive
 from omnitrl.trainer.noising import NoisedBatch
 
 
+DPO_PAPER = {
+    "title": "Diffusion Model Alignment Using Direct Preference Optimization",
+    "id": "2311.12908",
+    "citation": (
+        "@article{wallace2023diffusiondpo,\n"
+        "    title  = {Diffusion Model Alignment Using Direct Preference Optimization},\n"
+        "    author = {Bram Wallace and Meihua Dang and Rafael Rafailov and Linqi Zhou and Aaron Lou and "
+        "Senthil Purushwalkam and Stefano Ermon and Caiming Xiong and Shafiq Joty and Nikhil Naik},\n"
+        "    year   = {2023},\n"
+        "    eprint = {arXiv:2311.12908},\n"
+        "}"
+    ),
+}
+
+
 def check_pair_loss(args: Any) -> None:
     """Raises unless `loss_type` and `beta` are ones that [`pair_loss`] takes."""
     check_choice("loss_type", args.loss_type, DPO_FORMS)

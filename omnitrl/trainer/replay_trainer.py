@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -86,32 +87,25 @@ class ReplayTrainer(RolloutTrainer):
 
     def sampling_params(self, rollout: int) -> SamplingParams:
         args = self.args
-        return SamplingParams(
-            num_inference_steps=args.num_inference_steps,
-            guidance_scale=self.guidance_scale,
-            height=args.height,
-            width=args.width,
-            ode_solver=args.ode_solver,
+        return replace(
+            super().sampling_params(rollout),
             sde_type=args.sde_type,
             noise_level=args.noise_level,
             sde_steps=args.window(rollout),
             keep_steps=args.trained_steps(rollout),
             keep_means=self.keep_means,
+            keep_clean=False,
             log_prob_form=args.log_prob_form,
             log_prob_reduction=args.log_prob_reduction,
             shared_prefix=args.shared_prefix,
             tail_ratio=args.tail_ratio,
-            decode=self.scores_rollouts,
         )
 
     def tables(self, rollout: int) -> tuple[SigmaTable, TransitionTable]:
         args, window = self.args, self.args.window(rollout)
         table = self.flow_model.sigmas(args.num_inference_steps, self.latent_shape)
         table = thin_tail(table, window[-1], args.tail_ratio)
-        transitions = transition_table(table.sigmas, args.sde_type, args.noise_level, window)
-        return SigmaTable(*(t.to(args.device) for t in table)), TransitionTable(
-            *(t.to(args.device) for t in transitions)
-        )
+        return self.on_device(table, transition_table(table.sigmas, args.sde_type, args.noise_level, window))
 
     def prepare(self, buffer: RolloutBuffer) -> None:
         if self.guidance_scale_train != self.guidance_scale:

@@ -18,6 +18,7 @@ from omnitrl.algorithms import (
     TransitionTable,
     group_std_mean,
     reward_advantages,
+    transition_table,
     zero_std_fraction,
 )
 from omnitrl.data import PromptStream
@@ -41,8 +42,8 @@ class RolloutTrainer(SamplingTrainer):
     """
     The loop that on-policy trainers share; see [`SamplingTrainer`] for the arguments.
 
-    A subclass says how samples are made (`sampling_params`, `tables`), which rows are trained (`cut`) and what their
-    loss is (`compute_row_losses`).
+    A subclass says which rows are trained (`cut`), what their loss is (`compute_row_losses`) and, where the ODE does
+    not make the samples, how they are made (`sampling_params`, `tables`).
     """
 
     args: RolloutConfig
@@ -95,13 +96,28 @@ class RolloutTrainer(SamplingTrainer):
 
     # What a subclass states
 
-    @abstractmethod
     def sampling_params(self, rollout: int) -> SamplingParams:
-        """How the samples of a rollout are made."""
+        """How the samples of a rollout are made: by the ODE, keeping the final latents."""
+        args = self.args
+        return SamplingParams(
+            num_inference_steps=args.num_inference_steps,
+            guidance_scale=self.guidance_scale,
+            height=args.height,
+            width=args.width,
+            ode_solver=args.ode_solver,
+            keep_clean=True,
+            decode=self.scores_rollouts,
+        )
 
-    @abstractmethod
     def tables(self, rollout: int) -> tuple[SigmaTable, TransitionTable]:
         """The sigma table and the transition table of a rollout, on the device."""
+        table = self.flow_model.sigmas(self.args.num_inference_steps, self.latent_shape)
+        return self.on_device(table, transition_table(table.sigmas, "ode"))
+
+    def on_device(self, table: SigmaTable, transitions: TransitionTable) -> tuple[SigmaTable, TransitionTable]:
+        """The tables where the networks are."""
+        device = self.args.device
+        return SigmaTable(*(t.to(device) for t in table)), TransitionTable(*(t.to(device) for t in transitions))
 
     @abstractmethod
     def cut(self, buffer: RolloutBuffer, samples: list[int]) -> MicroBatch:

@@ -79,6 +79,8 @@ class SamplingTrainer(BaseTrainer):
 
     args: BaseConfig
     needs_rewards: ClassVar[bool] = True
+    trains_guided: ClassVar[bool] = True
+    """Whether network calls that are trained are guided as the samples are, unless `guidance_scale_train` is given."""
     control_option: ClassVar[str] = "shuffle_advantages"
     """The option that makes a control experiment of a run: one from which nothing can be learnt."""
 
@@ -170,7 +172,8 @@ class SamplingTrainer(BaseTrainer):
     def guidance_scale_train(self) -> float:
         """Guidance of the network calls that are trained."""
         given = self.args.guidance_scale_train
-        return self.guidance_scale if given is None else given
+        default = self.guidance_scale if self.trains_guided else 1.0
+        return default if given is None else given
 
     @property
     def train_rows(self) -> Any:

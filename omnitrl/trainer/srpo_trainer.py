@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from omnitrl.algorithms import (
-    SigmaTable,
-    TransitionTable,
     direct_align_recover,
     relative_preference,
     srpo_loss,
-    transition_table,
 )
 from omnitrl.errors import InputError
 from omnitrl.rewards import DifferentiableRewards, RewardRunner
@@ -179,23 +176,6 @@ class SRPOTrainer(RolloutTrainer):
             f"trains {' and '.join(args.branches)} at noise levels {low:.2f} to {high:.2f} of each of "
             f"{super().describe_run()}"
         )
-
-    def sampling_params(self, rollout: int) -> SamplingParams:
-        args = self.args
-        return SamplingParams(
-            num_inference_steps=args.num_inference_steps,
-            guidance_scale=self.guidance_scale,
-            height=args.height,
-            width=args.width,
-            ode_solver=args.ode_solver,
-            keep_clean=True,
-            decode=False,
-        )
-
-    def tables(self, rollout: int) -> tuple[SigmaTable, TransitionTable]:
-        table = self.flow_model.sigmas(self.args.num_inference_steps, self.latent_shape)
-        transitions, device = transition_table(table.sigmas, "ode"), self.args.device
-        return SigmaTable(*(t.to(device) for t in table)), TransitionTable(*(t.to(device) for t in transitions))
 
     def _sample(
         self, requests: Sequence[SampleRequest], params: SamplingParams, scoring: Scoring | None
