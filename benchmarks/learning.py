@@ -245,10 +245,12 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     if args.output.is_file():
         results = json.loads(args.output.read_text("utf-8"))["results"]
-    teacher = Path(args.teacher or args.output.parent / "teacher")
-    if "diffusion_opd" in only and not (teacher / "adapter_config.json").is_file():
-        make_teacher(teacher)
-    wanted = cases(only, seeds, args.quick, str(teacher))
+    teacher = args.teacher or ""
+    if "diffusion_opd" in only:
+        teacher = teacher or tempfile.mkdtemp(prefix="omnitrl-teacher-")
+        if not (Path(teacher) / "adapter_config.json").is_file():
+            make_teacher(Path(teacher))
+    wanted = cases(only, seeds, args.quick, teacher)
     keys = {(case.algorithm, case.seed, case.control) for case in wanted}
     results = [r for r in results if (r["algorithm"], r["seed"], r["control"]) not in keys]
     with ThreadPoolExecutor(int(args.jobs or 1)) as pool:
