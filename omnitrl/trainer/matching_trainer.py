@@ -49,17 +49,14 @@ class MatchingTrainer(RolloutTrainer):
     def cut(self, buffer: RolloutBuffer, samples: list[int]) -> NoisedBatches:
         levels, seed = self.noise_levels(buffer.table), self.args.seed
         trajectories = [buffer.trajectories[i] for i in samples]
-        draws = [
-            levels.draw(
-                stable_seed(seed, "levels", buffer.index, *self.noise_key(trajectory.request)),
-                self.latent_shape,
-                self.flow_model,
-            )
-            for trajectory in trajectories
-        ]
+        keys = [self.noise_key(trajectory.request) for trajectory in trajectories]
+        draws = {
+            key: levels.draw(stable_seed(seed, "levels", buffer.index, *key), self.latent_shape, self.flow_model)
+            for key in dict.fromkeys(keys)
+        }
         return NoisedBatches(
             [t.clean_latents for t in trajectories if t.clean_latents is not None],
-            draws,
+            [draws[key] for key in keys],
             samples,
             buffer.advantages[samples],
             buffer.conditions_of(samples),
