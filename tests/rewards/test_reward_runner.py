@@ -387,7 +387,7 @@ async def hang_async(prompts):
 
 runner = RewardRunner([hang, hang_async])
 runner.submit([{"prompt": "a"}], ["image"])
-threading.Timer(0.3, _thread.interrupt_main).start()
+threading.Timer(3, _thread.interrupt_main).start()  # on a busy machine too, in the wait and not on the way there
 runner.collect()
 """
     start = time.perf_counter()
