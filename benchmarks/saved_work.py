@@ -162,19 +162,19 @@ def count_encoded(model: Any, without_cache: bool) -> list[int]:
     from omnitrl.models import Conditions
 
     encoded: list[int] = []
-    encode_rows = model.encode_rows
+    encode_row = model.encode_row
 
-    def counted(rows: Any) -> Any:
-        encoded.append(len(rows))
-        return encode_rows(rows)
+    def counted(row: Any, size: Any) -> Any:
+        encoded.append(1)
+        return encode_row(row, size)
 
-    def each_row(rows: Any, guidance: bool = False) -> Any:
-        negative = (
-            model.encode_rows([{"prompt": row.get("negative_prompt") or ""} for row in rows]) if guidance else {}
-        )
-        return Conditions(model.encode_rows(rows), negative)
+    def each_row(rows: Any, guidance: bool = False, size: Any = None) -> Any:
+        positive = Conditions.cat([model.encode_row(row, size) for row in rows])
+        empty = [{"prompt": row.get("negative_prompt") or ""} for row in rows] if guidance else []
+        negative = Conditions.cat([model.encode_row(row, size) for row in empty]).positive if guidance else {}
+        return Conditions(positive.positive, negative)
 
-    model.encode_rows = counted
+    model.encode_row = counted
     if without_cache:
         model.encode = each_row
     return encoded

@@ -16,7 +16,7 @@ SOURCES = MODULES + sorted(
 )
 SOURCES.append(ROOT / "setup.py")
 
-LEAVES = {"errors", "version", "devices"}  # these import nothing of omnitrl but each other
+LEAVES = {"errors", "version", "devices", "media"}  # these import nothing of omnitrl but each other
 EVERYTHING = None
 MAY_IMPORT = {
     "algorithms": set(),
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "errors": LEAVES,
     "version": set(),
     "devices": LEAVES,
+    "media": LEAVES,
     "__init__": EVERYTHING,
 }
 DEVICE_FILE = PACKAGE / "devices.py"

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from omnitrl.algorithms import make_sigma_table
-from omnitrl.models import FlowModel
+from omnitrl.models import Conditions, FlowModel, MediaSize
+from omnitrl.models.size import CHECKPOINT_SIZE
 
 
 MODES = 2.0 * torch.tensor([[math.cos(k * math.pi / 4), math.sin(k * math.pi / 4)] for k in range(8)])
@@ -51,16 +52,18 @@ class ToyModel(FlowModel):
     default_guidance_scale = 1.0
     default_max_sequence_length = 1
 
-    def encode_rows(self, rows):
-        return {"wanted": torch.stack([wanted(row["prompt"]) for row in rows])}
+    default_size = MediaSize()
 
-    def latent_shape(self, height, width):
+    def encode_row(self, row, size):
+        return Conditions({"wanted": wanted(row["prompt"])[None]})
+
+    def latent_shape(self, size=CHECKPOINT_SIZE):
         return (2, 1, 1)
 
-    def sigmas(self, num_steps, latent_shape):
+    def sigmas(self, num_steps, size=CHECKPOINT_SIZE):
         return make_sigma_table(torch.linspace(1, 0, num_steps + 1))
 
-    def predict(self, latents, timesteps, inputs):
+    def predict(self, latents, timesteps, inputs, layout=None):
         return self.networks["network"](latents, timesteps, inputs["wanted"])
 
     def decode_pixels(self, latents):

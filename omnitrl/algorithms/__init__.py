@@ -76,6 +76,7 @@ from omnitrl.algorithms.transitions import (
     transition_mean,
     transition_std,
     transition_table,
+    weighted_modalities,
 )
 from omnitrl.algorithms.windows import WINDOW_STRATEGIES, sde_window, trained_steps
 
@@ -159,5 +160,6 @@ __all__ = [
     "transition_table",
     "velocity_kl",
     "velocity_target",
+    "weighted_modalities",
     "zero_std_fraction",
 ]

@@ -329,8 +329,53 @@ LOG_PROB_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 LOG_PROB_REDUCTIONS = ("mean", "sum")
 
 
+Modalities = Sequence[tuple[slice, float]]
+"""Parts of the latents' first dimension, each with the weight of its log-prob."""
+
+
+def weighted_modalities(parts: Mapping[str, slice], weights: Mapping[str, float] | None) -> Modalities:
+    """
+    The modalities that count in a log-prob, each with its weight.
+
+    Args:
+        parts (mapping of `str` to `slice`):
+            Which of the latents' first dimension each modality has; empty for a model of one modality.
+        weights (mapping of `str` to `float`, *optional*):
+            Of each modality; `None` takes one mean over the elements of all of them, as verl-omni does.
+
+    Returns:
+        `list` of parts with a weight above 0; empty where no weights are given.
+
+    Raises:
+        `ValueError`: The names are not those of `parts`, a weight is negative, or all are 0.
+
+    Example:
+
+    ```python
+    >>> weighted_modalities({"video": slice(0, 12), "audio": slice(12, 16)}, {"video": 1.0, "audio": 0.0})
+    [(slice(0, 12, None), 1.0)]
+    ```
+    """
+    if weights is None:
+        return []
+    if set(weights) != set(parts):
+        known = f"this model has {sorted(parts)}" if parts else "this model has one modality, so leave it out"
+        raise ValueError(f"modality_weights={dict(weights)} must name each modality once: {known}.")
+    if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
+        raise ValueError(
+            f"modality_weights={dict(weights)} must be finite, at least 0 and not all 0: use "
+            f"{dict.fromkeys(parts, 1.0)}."
+        )
+    return [(parts[name], weight) for name, weight in weights.items() if weight > 0]
+
+
 def gaussian_log_prob(
-    sample: Tensor, mean: Tensor, std: Tensor | float, reduction: str = "mean", form: str = "gaussian"
+    sample: Tensor,
+    mean: Tensor,
+    std: Tensor | float,
+    reduction: str = "mean",
+    form: str = "gaussian",
+    modalities: Modalities = (),
 ) -> Tensor:
     r"""
     Log-probability of `sample` under one stochastic step \\( N(\mu, s^2 I) \\).
@@ -351,6 +396,9 @@ def gaussian_log_prob(
         form (`str`, defaults to `"gaussian"`):
             A key of `LOG_PROB_FORMS`. `"gaussian"` is the log-density. `"squared_error"` is `-(sample - mean)²` alone,
             which Flow-CPS, verl-omni and Flow-Factory use for `cps` steps.
+        modalities (sequence of `(slice, float)`, *optional*):
+            Parts of dimension 1 whose log-probs are added with these weights, see [`weighted_modalities`] and
+            [`multimodal_log_prob`].
 
     Returns:
         `Tensor` of shape `(B,)`, float32 (float64 if an input has it).
@@ -378,10 +426,17 @@ def gaussian_log_prob(
             f"A deterministic step has no density, got std={std.min().item():g}: ask for the log-prob of stochastic "
             f"steps only, those where `TransitionTable.stochastic` is True."
         )
-    elements = mean[0].numel()
-    mean_square = sample_mean((sample - mean).square())
-    log_prob = LOG_PROB_FORMS[form](mean_square, std)
-    return log_prob * elements if reduction == "sum" else log_prob
+    squares = (sample - mean).square()
+    if not modalities:
+        return _reduced(squares, std, reduction, form)
+    log_probs = {str(i): _reduced(squares[:, part], std, reduction, form) for i, (part, _) in enumerate(modalities)}
+    return multimodal_log_prob(log_probs, {str(i): weight for i, (_, weight) in enumerate(modalities)})
+
+
+def _reduced(squares: Tensor, std: Tensor, reduction: str, form: str) -> Tensor:
+    """Log-probs (B,) of squared deviations (B, ...)."""
+    log_prob = LOG_PROB_FORMS[form](sample_mean(squares), std)
+    return log_prob * squares[0].numel() if reduction == "sum" else log_prob
 
 
 def multimodal_log_prob(log_probs: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preference pairs: a prompt and two pictures of it, of which one is preferred."""
 
-import io
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
-
-import numpy as np
 
 from omnitrl.data.prompts import likely_prompt_column, load_named, pick_split
 from omnitrl.errors import InputError
+from omnitrl.media import as_array, read_picture
 
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
-    from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
@@ -268,76 +264,6 @@ def _ordered(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Single pictures
-
-
-def read_picture(value: Any, where: str, whole: bool = True) -> "Image":
-    """
-    The PIL image of what a dataset has as a picture.
-
-    Args:
-        value (`Any`):
-            A PIL image, a path, bytes, a dictionary with `bytes` or `path`, or an array or tensor (H, W, 3).
-        where (`str`):
-            What to call it in an error.
-        whole (`bool`, defaults to `True`):
-            Whether all of it is read; `False` stops at its header.
-
-    Returns:
-        `PIL.Image.Image` in mode RGB, or in its own if `whole` is `False`.
-
-    Raises:
-        [`~omnitrl.errors.InputError`]: there is no picture, or it cannot be read.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    if isinstance(value, Image.Image):
-        return value.convert("RGB") if whole else value
-    pixels = as_array(value)
-    if pixels is not None:
-        return Image.fromarray(_eight_bit(pixels, where)).convert("RGB")
-    if isinstance(value, Mapping):
-        value = value["path"] if value.get("bytes") is None else value["bytes"]
-    try:
-        image = Image.open(io.BytesIO(value) if isinstance(value, bytes) else value)
-        return image.convert("RGB") if whole else image
-    except FileNotFoundError as error:
-        raise InputError(
-            f"{where} is the file {value}, which does not exist; the working folder is {Path.cwd()}."
-        ) from error
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # cut off files, and broken PNGs
-        what = f"{len(value)} bytes" if isinstance(value, bytes) else f"the file {value}"
-        raise InputError(f"{where} is no picture that can be read ({what}): leave the row out.") from error
-
-
-def _eight_bit(pixels: np.ndarray, where: str) -> np.ndarray:
-    if pixels.ndim != 3 or pixels.shape[-1] != 3:
-        raise InputError(
-            f"{where} is an array of shape {pixels.shape}, but a picture is (height, width, 3), such as (512, 512, 3)."
-        )
-    if pixels.dtype == np.uint8:
-        return np.ascontiguousarray(pixels)
-    low, high = (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
-    if not np.issubdtype(pixels.dtype, np.floating) or not (low >= 0 and high <= 1):
-        raise InputError(
-            f"{where} is an array of {pixels.dtype} from {low:.3g} to {high:.3g}, but pictures have 8-bit values, or "
-            "floating point values from 0 to 1."
-        )
-    return (pixels * 255).round().astype(np.uint8)
-
-
-def as_array(value: Any) -> np.ndarray | None:
-    """Latents or pixels as an array of floating point or 8-bit values; `None` for what can only be a picture."""
-    import torch  # here, as prompts alone need none
-
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().float().numpy()
-    elif isinstance(value, list):  # what `datasets` makes of an array
-        value = np.asarray(value)
-    if not isinstance(value, np.ndarray):
-        return None
-    if np.issubdtype(value.dtype, np.integer) and value.size and value.min() >= 0 and value.max() <= 255:
-        return value.astype(np.uint8)
-    return value.astype(np.float32) if np.issubdtype(value.dtype, np.floating) else value
 
 
 def _is_picture(value: Any) -> bool:

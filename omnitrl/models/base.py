@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from omnitrl.algorithms import SigmaTable, make_sigma_table
-from omnitrl.models.conditions import Conditions
+from omnitrl.errors import InputError
+from omnitrl.media import Audio, Video, read_picture
+from omnitrl.models.conditions import Conditions, trimmed
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 
 
 if TYPE_CHECKING:
@@ -72,9 +76,11 @@ class FlowModel(ABC):
     """
     A flow-matching model family: a stock diffusers pipeline, cut where reinforcement learning needs it.
 
-    A family states which pipelines it serves and implements `encode_rows`, `latent_shape`, `sigmas`, `predict`,
-    `decode_pixels` and `encode_pixels`; everything else is shared. The sampler's time arguments are rows of the
-    family's own [`~omnitrl.algorithms.SigmaTable`], looked up by step index.
+    A family states which pipelines it serves and implements `default_size`, `latent_shape`, `sigmas`, `encode_row`,
+    `predict`, `decode_pixels` and `encode_pixels`; everything else is shared. The sampler's time arguments are rows of
+    the family's own [`~omnitrl.algorithms.SigmaTable`], looked up by step index.
+
+    This class is for families whose media are pictures; see [`VideoModel`] and [`AudioModel`] for others.
 
     Args:
         pipeline (`DiffusionPipeline`):
@@ -91,6 +97,8 @@ class FlowModel(ABC):
     default_lora_targets: ClassVar[tuple[str, ...]]
     default_guidance_scale: ClassVar[float]
     default_max_sequence_length: ClassVar[int]
+    num_images: ClassVar[tuple[int, int]] = (0, 0)
+    """Fewest and most condition images that a row has, in its column `image` or `images`."""
 
     def __init__(self, pipeline: DiffusionPipeline, max_sequence_length: int | None = None) -> None:
         self.pipeline: Any = pipeline  # its components differ from class to class
@@ -104,21 +112,42 @@ class FlowModel(ABC):
 
     # What a family implements
 
+    @property
     @abstractmethod
-    def encode_rows(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Network inputs of the rows' `prompt`s, each tensor with `len(rows)` as first dimension."""
+    def default_size(self) -> MediaSize:
+        """The size that the checkpoint was made for, as the stock pipeline has it."""
 
     @abstractmethod
-    def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
-        """Shape of one sample's latents, without the batch; `None` means the checkpoint's own size."""
+    def latent_shape(self, size: MediaSize = CHECKPOINT_SIZE) -> tuple[int, ...]:
+        """
+        Shape of one sample's latents, without the batch; open parts of `size` are those of `default_size`.
+
+        Raises:
+            [`~omnitrl.errors.InputError`]: the VAE or the network cannot take the size; names the nearest that works.
+        """
 
     @abstractmethod
-    def sigmas(self, num_steps: int, latent_shape: tuple[int, ...]) -> SigmaTable:
+    def sigmas(self, num_steps: int, size: MediaSize = CHECKPOINT_SIZE) -> SigmaTable:
         """The one table that rollout, replay and evaluation read; it is the stock pipeline's own."""
 
     @abstractmethod
-    def predict(self, latents: Tensor, timesteps: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """One network call: velocity (B, ...) of `latents` (B, ...) at `timesteps` (B,), without guidance."""
+    def encode_row(self, row: dict[str, Any], size: MediaSize) -> Conditions:
+        """
+        Network inputs of a row's `prompt` (and images) as one row of positive conditions.
+
+        Prompts are encoded to their own length with a mask where the network has masks, so that no padding is carried
+        along. What the network needs to know and is no tensor, such as the sizes of condition images, is the row's
+        layout.
+        """
+
+    @abstractmethod
+    def predict(self, latents: Tensor, timesteps: Tensor, inputs: Mapping[str, Tensor], layout: Any = None) -> Tensor:
+        """
+        One network call: velocity (B, ...) of `latents` (B, ...) at `timesteps` (B,), without guidance.
+
+        `inputs` are the conditions of B rows, which all have the same `layout`. Where the network embeds the guidance
+        scale, it is `inputs["guidance"]`, (B,).
+        """
 
     @abstractmethod
     def decode_pixels(self, latents: Tensor) -> Tensor:
@@ -127,6 +156,33 @@ class FlowModel(ABC):
     @abstractmethod
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """Clean latents (B, ...) of pixels (B, 3, H, W) in [-1, 1], without randomness: the mode of the encoder."""
+
+    # What a family may change
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the network takes the guidance scale as an input (guidance-distilled checkpoints)."""
+        return False
+
+    def needs_negative(self, guidance_scale: float) -> bool:
+        """Whether a guided velocity takes a second network evaluation, of the negative prompt."""
+        return guidance_scale > 1.0 and not self.embeds_guidance
+
+    def evaluations(self, guidance_scale: float) -> int:
+        """Network evaluations of a guided velocity, for each row."""
+        return 2 if self.needs_negative(guidance_scale) else 1
+
+    def guide(self, negative: Tensor, positive: Tensor, guidance_scale: float, timesteps: Tensor) -> Tensor:
+        """Guided velocity (B, ...) of the two velocities (B, ...) at `timesteps` (B,)."""
+        return negative + guidance_scale * (positive - negative)
+
+    def modalities(self, size: MediaSize = CHECKPOINT_SIZE) -> dict[str, slice]:
+        """Which of the latents' first dimension each modality has; empty where there is one modality only."""
+        return {}
+
+    def size_of(self, row: dict[str, Any], size: MediaSize = CHECKPOINT_SIZE) -> MediaSize:
+        """The whole size of a row's media: its own columns, else `size`, else the checkpoint's."""
+        return size.of_row(row).filled(self.default_size)
 
     # What all families share
 
@@ -162,6 +218,14 @@ class FlowModel(ABC):
             module.to(device)
         return self
 
+    def sequence_parallel_plan(self, network_name: str) -> dict[str, Any]:
+        """How diffusers splits a network's sequence over devices (`_cp_plan`); empty where it has no plan for it."""
+        return dict(_unwrapped(self.networks[network_name])._cp_plan or {})
+
+    def lora_loading(self, folder: Any) -> list[dict[str, Any]]:
+        """Arguments, beside the folder, of the `load_lora_weights` calls that put saved adapters in the pipeline."""
+        return [{}]
+
     def timesteps_of(self, sigmas: Tensor) -> Tensor:
         """What the network is told at noise levels (B,) that need not be on a sampler's grid: 1000 sigma."""
         return 1000 * sigmas
@@ -172,22 +236,23 @@ class FlowModel(ABC):
         return images_of(self.decode_pixels(latents), self.pipeline.image_processor)
 
     @torch.no_grad()
-    def encode_images(self, images: Sequence[Any], height: int | None = None, width: int | None = None) -> Tensor:
+    def encode_images(self, images: Sequence[Any], size: MediaSize = CHECKPOINT_SIZE) -> Tensor:
         """
         Clean latents of images, resized to the media size.
 
         Args:
             images (`Sequence[PIL.Image.Image]`):
                 B images of any size.
-            height, width (`int`, *optional*):
-                Media size in pixels; the checkpoint's own by default.
+            size ([`MediaSize`], *optional*):
+                Media size; the checkpoint's own by default.
 
         Returns:
-            `Tensor`: (B, ...) float32, as `latent_shape(height, width)` says.
+            `Tensor`: (B, ...) float32, as `latent_shape(size)` says.
         """
-        shape, factor = self.latent_shape(height, width), self.pipeline.vae_scale_factor
+        self.latent_shape(size)
+        size = size.filled(self.default_size)
         pixels = self.pipeline.image_processor.preprocess(
-            [image.convert("RGB") for image in images], height=shape[-2] * factor, width=shape[-1] * factor
+            [image.convert("RGB") for image in images], height=size.height, width=size.width
         )
         return self.encode_pixels(pixels.to(self.device)).float()
 
@@ -195,48 +260,74 @@ class FlowModel(ABC):
         """Latents at the first sigma from unit noise (B, ...). At sigma = 1 that is the noise itself."""
         return noise
 
-    def cache_key(self, row: dict[str, Any]) -> tuple:
-        """What of a dataset row decides what `encode_rows` makes of it."""
-        return (row["prompt"],)
+    def images(self, row: dict[str, Any]) -> list[Any]:
+        """
+        Condition images of a row, from its column `image` or `images`, as RGB PIL images.
+
+        Raises:
+            [`~omnitrl.errors.InputError`]: an image is missing, too many are there, or one cannot be read.
+        """
+        given = given_images(row)
+        least, most = self.num_images
+        if not least <= len(given) <= most:
+            expected = str(least) if least == most else f"{least} to {most}"
+            raise InputError(
+                f"The row with the prompt {row['prompt']!r} has {len(given)} condition image(s), but "
+                f"{type(self.pipeline).__name__} takes {expected}: use a column 'image', or a list in 'images'."
+            )
+        return [read_picture(value, f"Image {i} of the prompt {row['prompt']!r}") for i, value in enumerate(given)]
+
+    def cache_key(self, row: dict[str, Any], size: MediaSize) -> tuple:
+        """What of a dataset row decides what `encode_row` makes of it."""
+        if self.num_images[1] == 0:
+            return (row["prompt"],)
+        pictures = tuple((image.size, hashlib.blake2b(image.tobytes()).digest()) for image in self.images(row))
+        return (row["prompt"], size, pictures)
 
     @torch.no_grad()
-    def encode(self, rows: Sequence[dict[str, Any]], guidance: bool = False) -> Conditions:
+    def encode(
+        self, rows: Sequence[dict[str, Any]], guidance: bool = False, size: MediaSize = CHECKPOINT_SIZE
+    ) -> Conditions:
         """
         Encodes dataset rows, each distinct prompt once.
 
         Args:
             rows (`Sequence[dict]`):
-                Rows with `prompt` and, optionally, `negative_prompt`.
+                Rows with `prompt` and, optionally, `negative_prompt` and condition images.
             guidance (`bool`, defaults to `False`):
                 Whether negative conditions are needed too.
+            size ([`MediaSize`], *optional*):
+                Of the media, on which condition images may depend; the checkpoint's own by default.
 
         Returns:
             [`Conditions`] of `len(rows)` rows.
         """
+        size = size.filled(self.default_size)
         keys: list[tuple] = []
         parts: dict[tuple, Conditions] = {}
         for row in rows:
             negative = {**row, "prompt": row.get("negative_prompt") or ""} if guidance else None
-            keys.append((self.cache_key(row), negative and self.cache_key(negative)))
+            keys.append((self.cache_key(row, size), negative and self.cache_key(negative, size)))
             if keys[-1] not in parts:
-                positive = self._encoded(row).positive
-                parts[keys[-1]] = Conditions(positive, self._encoded(negative).positive if negative else {})
+                positive = self._encoded(row, size)
+                other = self._encoded(negative, size).positive if negative else {}
+                parts[keys[-1]] = Conditions(positive.positive, other, positive.layouts)
         joined = Conditions.cat(list(parts.values()))
         if len(parts) == len(keys):
             return joined
         position = {key: i for i, key in enumerate(parts)}
         return joined[[position[key] for key in keys]]
 
-    def _encoded(self, row: dict[str, Any]) -> Conditions:
+    def _encoded(self, row: dict[str, Any], size: MediaSize) -> Conditions:
         """
         The row's own conditions, from the cache if they are there.
 
         Rows are encoded one at a time: in a batch the last bits would depend on the other prompts, and a run that is
         resumed, or has other ranks, on how its prompts happened to be batched.
         """
-        key = (self.device, self.max_sequence_length, *self.cache_key(row))
+        key = (self.device, self.max_sequence_length, *self.cache_key(row, size))
         if key not in self._cache:
-            encoded = Conditions(self.encode_rows([row]))
+            encoded = self.encode_row(row, size)
             if encoded.num_bytes > PROMPT_CACHE_BYTES:
                 return encoded
             self._cache[key] = encoded
@@ -251,7 +342,7 @@ class FlowModel(ABC):
         self, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance_scale: float = 1.0
     ) -> Tensor:
         """
-        The (guided) velocity `v_neg + w (v_pos - v_neg)`, negative and positive rows in one network call.
+        The (guided) velocity, negative and positive rows in one network call.
 
         Rollout, replay and evaluation all call this method, which is what keeps the on-policy ratio at 1.
 
@@ -261,29 +352,120 @@ class FlowModel(ABC):
             timesteps (`Tensor`):
                 (B,) rows of the sigma table's `timesteps`.
             conditions ([`Conditions`]):
-                B rows; with negatives if `guidance_scale > 1`.
+                B rows; with negatives if `needs_negative(guidance_scale)`.
             guidance_scale (`float`, defaults to 1.0):
-                Classifier-free guidance w; 1 or less means none.
+                Guidance: an input of networks that embed it, and otherwise classifier-free, where 1 or less is none.
 
         Returns:
             `Tensor`: (B, ...) float32, or float64 for float64 networks.
         """
-        if guidance_scale <= 1.0:
-            return self.predict(latents, timesteps, conditions.positive)
-        doubled = self.predict(torch.cat([latents] * 2), torch.cat([timesteps] * 2), conditions.guided())
+        if not self.needs_negative(guidance_scale):
+            return self._predict(latents, timesteps, conditions.positive, conditions.layouts, guidance_scale)
+        doubled = self._predict(
+            torch.cat([latents] * 2), torch.cat([timesteps] * 2), conditions.guided(), conditions.layouts * 2, None
+        )
         negative, positive = doubled.chunk(2)
-        return negative + guidance_scale * (positive - negative)
+        return self.guide(negative, positive, guidance_scale, timesteps)
 
-    def example_inputs(self, batch_size: int = 2, seed: int = 0) -> dict[str, Any]:
+    def _predict(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        inputs: Mapping[str, Tensor],
+        layouts: tuple[Any, ...],
+        guidance_scale: float | None,
+    ) -> Tensor:
+        """Network calls for the rows, those of one layout together: a network takes rows of one layout only."""
+        if self.embeds_guidance:
+            inputs = {**inputs, "guidance": torch.full_like(timesteps, guidance_scale or 1.0, dtype=torch.float32)}
+        if len(set(layouts)) <= 1:
+            return self.predict(latents, timesteps, inputs, layouts[0] if layouts else None)
+        parts, order = [], []
+        for layout in dict.fromkeys(layouts):
+            rows = [i for i, other in enumerate(layouts) if other == layout]
+            index = torch.tensor(rows, device=latents.device)
+            chosen = {key: tensor[index] for key, tensor in inputs.items()}
+            parts.append(self.predict(latents[index], timesteps[index], trimmed(chosen), layout))
+            order += rows
+        return torch.cat(parts)[torch.tensor(order, device=latents.device).argsort()]
+
+    def example_inputs(self, batch_size: int = 2, seed: int = 0, size: MediaSize = CHECKPOINT_SIZE) -> dict[str, Any]:
         """Keyword arguments of [`~FlowModel.velocity`] for tests: random latents, a mid-grid step, short prompts."""
-        shape = self.latent_shape(None, None)
+        shape, table = self.latent_shape(size), self.sigmas(4, size)
         generator = torch.Generator().manual_seed(seed)
-        table = self.sigmas(4, shape)
+        rows = [{"prompt": f"example {i}", **self._example_images(size)} for i in range(batch_size)]
         return {
             "latents": torch.randn(batch_size, *shape, generator=generator).to(self.device),
             "timesteps": table.timesteps[1].expand(batch_size).to(self.device),
-            "conditions": self.encode([{"prompt": f"example {i}"} for i in range(batch_size)], guidance=True),
+            "conditions": self.encode(rows, True, size),
         }
+
+    def _example_images(self, size: MediaSize) -> dict[str, Any]:
+        from PIL import Image
+
+        size = size.filled(self.default_size)
+        one = Image.linear_gradient("L").convert("RGB").resize((size.width or 64, size.height or 64))
+        return {"images": [one] * self.num_images[0]} if self.num_images[0] else {}
+
+
+class VideoModel(FlowModel):
+    """
+    A family whose media are videos: latents (B, C, F, H, W), pixels (B, 3, F, H, W).
+
+    Videos are decoded one at a time, and made 8-bit before the next is decoded, so that memory does not grow with the
+    batch. A family whose VAE decodes all frames at once turns on its slicing of frames.
+    """
+
+    frame_rate: ClassVar[float] = 16.0
+    """Frames per second."""
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> list[Any]:
+        """A [`~omnitrl.media.Video`] of each of the clean latents (B, ...), `None` where one is not finite."""
+        return [self._video(self.decode_pixels(row)[0]) for row in latents.split(1)]
+
+    def _video(self, pixels: Tensor) -> Video | None:
+        """An 8-bit video of pixels (3, F, H, W) in [-1, 1]."""
+        if not bool(pixels.isfinite().all()):
+            return None
+        frames = (pixels.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
+        return Video(frames.permute(1, 2, 3, 0).numpy(), self.frame_rate)
+
+    def encode_images(self, images: Sequence[Any], size: MediaSize = CHECKPOINT_SIZE) -> Tensor:
+        """Refused: a picture is no video."""
+        raise InputError(
+            f"{type(self.pipeline).__name__} makes videos, and pictures cannot take their place: give clean latents "
+            f"of shape {self.latent_shape(size)}, which `encode_pixels` makes of videos."
+        )
+
+
+class AudioModel(FlowModel):
+    """A family whose media are sounds: latents (B, C, L); `decode_pixels` gives waveforms (B, channels, samples)."""
+
+    sampling_rate: int
+    """Samples per second."""
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> list[Any]:
+        """An [`~omnitrl.media.Audio`] of each of the clean latents (B, ...), `None` where one is not finite."""
+        waves = self.decode_pixels(latents).float().cpu()
+        return [Audio(wave.numpy(), self.sampling_rate) if bool(wave.isfinite().all()) else None for wave in waves]
+
+    def encode_images(self, images: Sequence[Any], size: MediaSize = CHECKPOINT_SIZE) -> Tensor:
+        """Refused: a picture is no sound."""
+        raise InputError(
+            f"{type(self.pipeline).__name__} makes sounds, and pictures cannot take their place: give clean latents "
+            f"of shape {self.latent_shape(size)}, which `encode_pixels` makes of sounds."
+        )
+
+
+def given_images(row: Mapping[str, Any]) -> list[Any]:
+    """What a row has in `image` or `images`, as a list."""
+    given = row.get("images")
+    given = row.get("image") if given is None else given
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 class Policy(nn.Module):
@@ -315,6 +497,13 @@ class Policy(nn.Module):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **_: Any) -> None:
         """The name that transformers < 5.20 calls."""
         self.activation_checkpointing_enable()
+
+
+def _unwrapped(network: Any) -> Any:
+    """The diffusers network in a `PeftModel`."""
+    from peft import PeftModel
+
+    return network.get_base_model() if isinstance(network, PeftModel) else network
 
 
 def _wrap_classes(network: Any) -> list[str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,9 @@ class Conditions:
             different lengths are joined.
         negative (`dict[str, Tensor]`, *optional*):
             The same names for the negative prompt; empty when no classifier-free guidance is used.
+        layouts (`tuple`, *optional*):
+            For each row what the network must know beside tensors, such as the sizes of condition images: anything
+            hashable. Rows of different layouts need network calls of their own.
 
     Example:
 
@@ -60,11 +63,16 @@ class Conditions:
 
     positive: dict[str, Tensor]
     negative: dict[str, Tensor] = field(default_factory=dict)
+    layouts: tuple[Hashable, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {key: tensor.shape[0] for key, tensor in (*self.positive.items(), *self.negative.items())}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"Conditions need one batch size in all tensors, got {sizes or 'no tensors'}.")
+        if self.layouts and len(self.layouts) != len(self):
+            raise ValueError(
+                f"Conditions have {len(self)} rows but {len(self.layouts)} layouts: give one for each row."
+            )
 
     def __len__(self) -> int:
         return next(iter(self.positive.values())).shape[0]
@@ -72,9 +80,17 @@ class Conditions:
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Conditions:
         if isinstance(index, int):
             index = [index]
-        if not isinstance(index, slice):
-            index = torch.as_tensor(index, device=next(iter(self.positive.values())).device)
-        return self._map(lambda tensor: tensor[index])
+        rows: slice | Tensor
+        if isinstance(index, slice):
+            layouts, rows = self.layouts[index], index
+        else:
+            chosen = index.tolist() if isinstance(index, Tensor) else index
+            layouts = tuple(self.layouts[i] for i in chosen) if self.layouts else ()
+            rows = torch.as_tensor(index, device=next(iter(self.positive.values())).device)
+        positive, negative = (
+            trimmed({key: tensor[rows] for key, tensor in part.items()}) for part in (self.positive, self.negative)
+        )
+        return Conditions(positive, negative, layouts)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Conditions:
         """Moves all tensors to `device`; `dtype` applies to the floating-point ones."""
@@ -98,7 +114,8 @@ class Conditions:
                 raise ValueError(f"Conditions to be joined have different tensors: {sorted(names)}.")
             return {key: _join(key, [d[key] for d in dicts], _is_masked(key, dicts[0])) for key in dicts[0]}
 
-        return Conditions(join([part.positive for part in parts]), join([part.negative for part in parts]))
+        layouts = tuple(layout for part in parts for layout in part.layouts)
+        return Conditions(join([part.positive for part in parts]), join([part.negative for part in parts]), layouts)
 
     def guided(self) -> dict[str, Tensor]:
         """Negative and positive rows as one batch of `2B`, negatives first, as the stock pipelines order them."""
@@ -111,7 +128,20 @@ class Conditions:
         return Conditions(
             {key: function(tensor) for key, tensor in self.positive.items()},
             {key: function(tensor) for key, tensor in self.negative.items()},
+            self.layouts,
         )
+
+
+def trimmed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Masked sequences cut to the longest of these rows: what is padding in all of them costs time for nothing."""
+    result = dict(tensors)
+    for name, mask in tensors.items():
+        if not name.endswith(MASK_SUFFIX):
+            continue
+        length = int(mask.any(dim=0).nonzero().max()) + 1 if bool(mask.any()) else 1
+        for key in (name, name.removesuffix(MASK_SUFFIX)):
+            result[key] = tensors[key][:, :length]
+    return result
 
 
 def _is_masked(key: str, tensors: dict[str, Tensor]) -> bool:

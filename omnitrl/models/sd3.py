@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
-from omnitrl.errors import InputError
 from omnitrl.models.base import FlowModel, stock_sigma_table
+from omnitrl.models.conditions import Conditions
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
 
 
 class SD3Model(FlowModel):
@@ -42,9 +43,9 @@ class SD3Model(FlowModel):
     default_guidance_scale = 4.5
     default_max_sequence_length = 256
 
-    def encode_rows(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """`prompt_embeds` (B, 77 + L, D) and `pooled` (B, P); an absent encoder contributes zeros."""
-        prompts = [row["prompt"] for row in rows]
+    def encode_row(self, row: dict[str, Any], size: MediaSize) -> Conditions:
+        """`prompt_embeds` (1, 77 + L, D) and `pooled` (1, P); an absent encoder contributes zeros."""
+        prompts = [row["prompt"]]
         pipe, config = self.pipeline, self.transformer.config
         clips = [
             self._clip_embeds(prompts, pipe.tokenizer, pipe.text_encoder),
@@ -53,7 +54,7 @@ class SD3Model(FlowModel):
         t5 = self._t5_embeds(prompts)
         tokens, pooled = _join_clips(clips, config.pooled_projection_dim, t5)
         tokens = torch.nn.functional.pad(tokens, (0, t5.shape[-1] - tokens.shape[-1]))
-        return {"prompt_embeds": torch.cat([tokens, t5], dim=-2), "pooled": pooled}
+        return Conditions({"prompt_embeds": torch.cat([tokens, t5], dim=-2), "pooled": pooled})
 
     def _clip_embeds(self, prompts: list[str], tokenizer: Any, encoder: Any) -> tuple[Tensor, Tensor] | None:
         """Penultimate hidden states (B, 77, D) and pooled projection (B, P) of one CLIP encoder."""
@@ -77,31 +78,31 @@ class SD3Model(FlowModel):
         )
         return encoder(tokens.input_ids.to(encoder.device))[0]
 
-    def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
+    @property
+    def default_size(self) -> MediaSize:
+        """That of the position embeddings."""
+        side = self.transformer.config.sample_size * self.pipeline.vae_scale_factor
+        return MediaSize(side, side)
+
+    def latent_shape(self, size: MediaSize = CHECKPOINT_SIZE) -> tuple[int, ...]:
         """(C, height / f, width / f) with the VAE's factor f."""
         config, factor = self.transformer.config, self.pipeline.vae_scale_factor
-        height, width = (config.sample_size * factor if size is None else size for size in (height, width))
-        multiple = factor * config.patch_size
+        size, multiple = size.filled(self.default_size), factor * config.patch_size
         largest = config.pos_embed_max_size * multiple
-        for name, size in (("height", height), ("width", width)):
-            if size % multiple or not 0 < size <= largest:
-                nearest = min(max(round(size / multiple), 1) * multiple, largest)
-                raise InputError(
-                    f"{name}={size} does not fit this checkpoint: it takes multiples of {multiple} up to {largest}, "
-                    f"for example {name}={nearest}."
-                )
+        sides = {"height": size.height, "width": size.width}
+        height, width = (check_multiple(name, side, multiple, largest) for name, side in sides.items())
         return (config.in_channels, height // factor, width // factor)
 
-    def sigmas(self, num_steps: int, latent_shape: tuple[int, ...]) -> SigmaTable:
+    def sigmas(self, num_steps: int, size: MediaSize = CHECKPOINT_SIZE) -> SigmaTable:
         """The grid of `FlowMatchEulerDiscreteScheduler`, with its `mu` where the checkpoint shifts dynamically."""
         from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 
         config = self.pipeline.scheduler.config
         if not config.get("use_dynamic_shifting"):
             return stock_sigma_table(self.pipeline.scheduler, num_steps)
-        patch = self.transformer.config.patch_size
+        patch, (_, height, width) = self.transformer.config.patch_size, self.latent_shape(size)
         mu = calculate_shift(
-            (latent_shape[-2] // patch) * (latent_shape[-1] // patch),
+            (height // patch) * (width // patch),
             config.get("base_image_seq_len", 256),
             config.get("max_image_seq_len", 4096),
             config.get("base_shift", 0.5),
@@ -109,7 +110,7 @@ class SD3Model(FlowModel):
         )
         return stock_sigma_table(self.pipeline.scheduler, num_steps, mu=mu)
 
-    def predict(self, latents: Tensor, timesteps: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    def predict(self, latents: Tensor, timesteps: Tensor, inputs: Mapping[str, Tensor], layout: Any = None) -> Tensor:
         """One call of `SD3Transformer2DModel`."""
         network, dtype = self.transformer, self.dtype
         velocity = network(

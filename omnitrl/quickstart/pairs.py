@@ -41,7 +41,7 @@ def preference_pairs(
     import torch
 
     from omnitrl.algorithms import preference_pairs as best_and_worst
-    from omnitrl.models import load_flow_model
+    from omnitrl.models import MediaSize, load_flow_model
     from omnitrl.quickstart import GLYPHS
     from omnitrl.rewards import ocr_reward
     from omnitrl.rollout import LocalEngine, SampleRequest, SamplingParams, stable_seed
@@ -53,7 +53,7 @@ def preference_pairs(
         for member in range(num_generations)
     ]
     model = load_flow_model(GLYPHS, max_sequence_length=1, dtype=torch.float32)
-    params = SamplingParams(num_inference_steps=6, height=32, width=64)
+    params = SamplingParams(num_inference_steps=6, size=MediaSize(32, 64))
     pictures = [t.media for batch in LocalEngine(model, batch_size=64).generate(requests, params) for t in batch]
     scores = torch.tensor(ocr_reward([request.row["prompt"] for request in requests], pictures))
     pairs = best_and_worst(scores, torch.tensor([request.group_id for request in requests]))

@@ -19,6 +19,7 @@ from omnitrl.algorithms import (
     transition_mean,
     transition_std,
     transition_table,
+    weighted_modalities,
 )
 from omnitrl.models import Conditions, FlowModel
 from omnitrl.rollout.noise import SampleNoise
@@ -119,7 +120,8 @@ class LocalEngine:
         return self.model.init_latents(torch.stack([noise.start(shape) for noise in noises]).to(self.model.device))
 
     def _encode(self, requests: Sequence[SampleRequest], params: SamplingParams) -> Conditions:
-        return self.model.encode([request.row for request in requests], guidance=params.guidance_scale > 1.0)
+        guidance = self.model.needs_negative(params.guidance_scale)
+        return self.model.encode([request.row for request in requests], guidance, params.size)
 
     def _sample(
         self,
@@ -157,16 +159,22 @@ class LocalEngine:
         std = transition_std(latents, sampler.transitions, step)
         noise = torch.stack([noise.step(sampler.shape) for noise in noises]).to(latents.device)
         following = noise.mul_(std).add_(mean)
+        if sampler.still:
+            straight = transition_mean(latents, velocity, sampler.straight, step)
+            for part in sampler.still:
+                following[:, part] = straight[:, part]
         if kept is not None and step in kept.steps:
             params = sampler.params
-            log_prob = gaussian_log_prob(following, mean, std, params.log_prob_reduction, params.log_prob_form)
+            log_prob = gaussian_log_prob(
+                following, mean, std, params.log_prob_reduction, params.log_prob_form, sampler.modalities
+            )
             kept.add(latents, following, mean, log_prob)
         return following
 
     def _velocity(self, latents: Tensor, timestep: Tensor, conditions: Conditions, guidance_scale: float) -> Tensor:
         with self._autocast():
             velocity = self._policy()(latents, timestep.expand(len(latents)), conditions, guidance_scale)
-        self.forwards += len(latents) * (2 if guidance_scale > 1.0 else 1)
+        self.forwards += len(latents) * self.model.evaluations(guidance_scale)
         self._on_step()
         return velocity
 
@@ -199,8 +207,11 @@ class _Sampler:
 
     def __init__(self, model: FlowModel, params: SamplingParams) -> None:
         self.params = params
-        self.shape = model.latent_shape(params.height, params.width)
-        table = model.sigmas(params.num_inference_steps, self.shape)
+        self.shape = model.latent_shape(params.size)
+        modalities = model.modalities(params.size)
+        self.modalities = weighted_modalities(modalities, params.modality_weights)
+        self.still = [modalities[name] for name, weight in (params.modality_weights or {}).items() if weight == 0]
+        table = model.sigmas(params.num_inference_steps, params.size)
         if params.tail_ratio < 1 and params.sde_steps:
             table = thin_tail(table, max(params.sde_steps), params.tail_ratio)
         self.table = table
@@ -208,6 +219,7 @@ class _Sampler:
         self.transitions = transition_table(table.sigmas, params.sde_type, params.noise_level, params.sde_steps)
         ode_steps = [step for step, noisy in enumerate(self.transitions.stochastic.tolist()) if not noisy]
         self.solver = solver_table(table.sigmas, params.ode_solver, ode_steps)
+        self.straight = transition_table(table.sigmas, "ode")
         self.multistep = bool(self.solver.needs_history.any())
 
     @property

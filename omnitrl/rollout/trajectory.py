@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
+from omnitrl.models import CHECKPOINT_SIZE, MediaSize
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class SamplingParams:
             Network evaluations T.
         guidance_scale (`float`):
             Classifier-free guidance, 1 or less for none.
-        height, width (`int`, *optional*):
-            Media size in pixels; `None` means the checkpoint's own.
+        size ([`~omnitrl.models.MediaSize`]):
+            Of the media; open parts are the checkpoint's own.
         ode_solver (`str`):
             Solver of the deterministic steps, a key of `omnitrl.algorithms.ODE_SOLVERS`.
         sde_type (`str`):
@@ -65,6 +66,8 @@ class SamplingParams:
             Whether the final latents are recorded.
         log_prob_form, log_prob_reduction (`str`):
             A key of `omnitrl.algorithms.LOG_PROB_FORMS`, and one of `LOG_PROB_REDUCTIONS`.
+        modality_weights (`dict[str, float]`, *optional*):
+            Weight of each modality's log-prob where latents have several; those of weight 0 take ODE steps.
         shared_prefix (`bool`):
             Compute the deterministic steps before the first stochastic one once for the samples of a group, which then
             branches. They must share their start noise.
@@ -76,8 +79,7 @@ class SamplingParams:
 
     num_inference_steps: int
     guidance_scale: float = 1.0
-    height: int | None = None
-    width: int | None = None
+    size: MediaSize = CHECKPOINT_SIZE
     ode_solver: str = "euler"
     sde_type: str = "flow_sde"
     noise_level: float = 0.7
@@ -87,6 +89,7 @@ class SamplingParams:
     keep_clean: bool = False
     log_prob_form: str = "gaussian"
     log_prob_reduction: str = "mean"
+    modality_weights: dict[str, float] | None = None
     shared_prefix: bool = False
     tail_ratio: float = 1.0
     decode: bool = True

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import SchedulerType, TrainingArguments
 
 from omnitrl.errors import InputError, did_you_mean
+from omnitrl.models import MediaSize
 from omnitrl.rollout import ENGINES
 
 
@@ -85,6 +86,10 @@ class BaseConfig(TrainingArguments):
     )
     height: int | None = field(default=None, metadata={"help": "Media height in pixels; the checkpoint's own."})
     width: int | None = field(default=None, metadata={"help": "Media width in pixels; the checkpoint's own."})
+    num_frames: int | None = field(default=None, metadata={"help": "Frames of a video; the checkpoint's own."})
+    audio_length: float | None = field(
+        default=None, metadata={"help": "Seconds of a sound that is made alone; the checkpoint's own."}
+    )
 
     # Sampling
     num_inference_steps_eval: int = field(default=40, metadata={"help": "Sampler steps in evaluation (ODE)."})
@@ -126,6 +131,11 @@ class BaseConfig(TrainingArguments):
     num_samples_to_save: int = field(
         default=16, metadata={"help": "Evaluation samples in the picture grids and the report."}
     )
+
+    @property
+    def media_size(self) -> MediaSize:
+        """Size of the media, as far as it is given."""
+        return MediaSize(self.height, self.width, self.num_frames, self.audio_length)
 
     def __post_init__(self) -> None:
         if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:

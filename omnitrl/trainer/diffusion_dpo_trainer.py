@@ -104,8 +104,8 @@ class DiffusionDPOTrainer(SamplingTrainer):
     def _set_up_algorithm(self) -> None:
         args = self.args
         self.reference = ReferencePolicy(self.flow_model)
-        self._table = self.flow_model.sigmas(args.num_inference_steps_eval, self.latent_shape)
-        self.latents = PairLatents(self.flow_model, args.height, args.width)
+        self._table = self.flow_model.sigmas(args.num_inference_steps_eval, self.size)
+        self.latents = PairLatents(self.flow_model, self.size)
         parts = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         for rows in (self.train_dataset, *parts):
             if isinstance(rows, PreferenceRows):
@@ -187,7 +187,8 @@ class DiffusionDPOTrainer(SamplingTrainer):
             clean += [pair[1], pair[0]] if swap else [pair[0], pair[1]]
         draws = [noise.draw(seed, self.latent_shape, self.flow_model) for seed in seeds]
         twice = [i for i in range(len(rows)) for _ in SIDES]
-        conditions = self.flow_model.encode([pairs[row] for row in rows], self.guidance_scale_train > 1.0)
+        guidance = self.flow_model.needs_negative(self.guidance_scale_train)
+        conditions = self.flow_model.encode([pairs[row] for row in rows], guidance, self.size)
         return NoisedBatches(
             clean,
             [draws[i] for i in twice],

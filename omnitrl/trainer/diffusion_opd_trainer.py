@@ -109,7 +109,7 @@ class DiffusionOPDTrainer(ReplayTrainer):
             return
         dtype = {"dtype": self.flow_model.dtype} if isinstance(self._teacher_model, str) else {}
         teacher = load_flow_model(self._teacher_model, args.max_sequence_length, **dtype)
-        self.teacher = Teacher.of_model(teacher, self.flow_model, self.latent_shape, (args.height, args.width))
+        self.teacher = Teacher.of_model(teacher, self.flow_model, self.size)
 
     def _begin(self) -> None:
         self._encoded = None
@@ -146,6 +146,8 @@ class DiffusionOPDTrainer(ReplayTrainer):
             rows = {t.request.group_id: t.request.row for t in source.trajectories}
             if self.args.shuffle_prompts:
                 rows = {group: self._plan.other_row(source.index, group) for group in rows}
-            encoded = self.teacher.model.encode(list(rows.values()), self.teacher_guidance_scale > 1.0)
+            teacher = self.teacher.model
+            guidance = teacher.needs_negative(self.teacher_guidance_scale)
+            encoded = teacher.encode(list(rows.values()), guidance, self.size_of(source.index))
             self._encoded = (source.index, encoded)
         return self._encoded[1][[source.condition_rows[i] for i in batch.samples]]

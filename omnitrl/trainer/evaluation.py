@@ -80,8 +80,7 @@ def _score(
     params = SamplingParams(
         num_inference_steps=args.num_inference_steps_eval,
         guidance_scale=trainer.guidance_scale,
-        height=args.height,
-        width=args.width,
+        size=trainer.size,
     )
     media: list[Any] = []
     done = 0

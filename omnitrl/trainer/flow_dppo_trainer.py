@@ -76,6 +76,7 @@ class FlowDPPOTrainer(PolicyGradientTrainer):
     }
     args: FlowDPPOConfig
     keep_means = True
+    weighs_modalities = False
 
     def policy_loss(self, replayed: Replayed, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor:
         """The surrogate of each row, 0 where it is dropped, (R,)."""

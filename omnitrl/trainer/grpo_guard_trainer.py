@@ -79,6 +79,7 @@ class GRPOGuardTrainer(PolicyGradientTrainer):
     }
     args: GRPOGuardConfig
     keep_means = True
+    weighs_modalities = False
 
     @cached_property
     def step_weights(self) -> Tensor:
@@ -90,7 +91,7 @@ class GRPOGuardTrainer(PolicyGradientTrainer):
         of one rollout's window, or a window of one step would undo its own weight.
         """
         args, steps = self.args, list(self.args.reachable_steps)
-        sigmas = self.flow_model.sigmas(args.num_inference_steps, self.latent_shape).sigmas
+        sigmas = self.flow_model.sigmas(args.num_inference_steps, self.size).sigmas
         size = transition_table(sigmas, args.sde_type, args.noise_level, steps).velocity_coef.abs()
         return (size[steps].mean() / size).to(args.device)
 

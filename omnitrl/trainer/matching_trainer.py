@@ -51,7 +51,7 @@ class MatchingTrainer(RolloutTrainer):
         trajectories = [buffer.trajectories[i] for i in samples]
         keys = [self.noise_key(trajectory.request) for trajectory in trajectories]
         draws = {
-            key: levels.draw(stable_seed(seed, "levels", buffer.index, *key), self.latent_shape, self.flow_model)
+            key: levels.draw(stable_seed(seed, "levels", buffer.index, *key), buffer.latent_shape, self.flow_model)
             for key in dict.fromkeys(keys)
         }
         return NoisedBatches(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from omnitrl.data import PreferenceRows
-from omnitrl.data.preferences import CHECKED_ROWS, SIDES, as_array, read_picture
+from omnitrl.data.preferences import CHECKED_ROWS, SIDES
 from omnitrl.errors import InputError
-from omnitrl.models import FlowModel
+from omnitrl.media import as_array, read_picture
+from omnitrl.models import FlowModel, MediaSize
 
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,13 @@ class PairLatents:
     Args:
         model ([`FlowModel`]):
             Encodes pictures.
-        height, width (`int`, *optional*):
-            Size that pictures are brought to; the checkpoint's own by default.
+        size ([`~omnitrl.models.MediaSize`]):
+            Size that pictures are brought to.
     """
 
-    def __init__(self, model: FlowModel, height: int | None, width: int | None) -> None:
-        self._model, self._height, self._width = model, height, width
-        self.shape = model.latent_shape(height, width)
+    def __init__(self, model: FlowModel, size: MediaSize) -> None:
+        self._model, self._size = model, size
+        self.shape = model.latent_shape(size)
         self._cache: OrderedDict[tuple[PreferenceRows, int], Tensor] = OrderedDict()
         self._cache_bytes = 0
 
@@ -81,7 +82,7 @@ class PairLatents:
         if latents is not None:
             return latents
         picture = read_picture(value, where)
-        return self._model.encode_images([picture], self._height, self._width)[0].cpu()
+        return self._model.encode_images([picture], self._size)[0].cpu()
 
     def _given(self, array: np.ndarray, where: str) -> Tensor | None:
         """Latents that the dataset holds; `None` for the pixels of a picture."""

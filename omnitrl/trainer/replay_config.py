@@ -35,6 +35,8 @@ class ReplayConfig(RolloutConfig):
     before the first update, which costs one more network call for each trained step.
     """
 
+    _VALID_DICT_FIELDS = [*RolloutConfig._VALID_DICT_FIELDS, "modality_weights"]
+
     _at_least: ClassVar[dict[str, float]] = {
         **RolloutConfig._at_least,
         "timesteps_per_forward": 1,
@@ -59,6 +61,13 @@ class ReplayConfig(RolloutConfig):
         metadata={
             "help": "'mean' over the latent elements, as all public code bases have it, or 'sum', the log-density; "
             "clip ranges do not carry over."
+        },
+    )
+    modality_weights: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of each modality's log-prob for models of several, such as "
+            '\'{"video": 1, "audio": 0.5}\'; one of weight 0 takes ODE steps. By default one mean over all elements.'
         },
     )
     sde_window_strategy: str = field(
@@ -117,6 +126,11 @@ class ReplayConfig(RolloutConfig):
             )
 
     # Derived
+
+    @property
+    def weights_of_modalities(self) -> dict[str, float] | None:
+        """`modality_weights` as a dictionary."""
+        return self.modality_weights or None  # type: ignore[return-value]  # a str is parsed by `__post_init__`
 
     def window(self, rollout: int) -> tuple[int, ...]:
         """The stochastic steps of a rollout, a function of the seed and its number only."""

@@ -7,7 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from omnitrl.algorithms import (
     transition_mean,
     transition_std,
     transition_table,
+    weighted_modalities,
 )
+from omnitrl.errors import InputError
 from omnitrl.rollout import SamplingParams
 from omnitrl.trainer.adapters import ReferencePolicy
 from omnitrl.trainer.replay_config import ClippedPolicyConfig, PolicyGradientConfig, ReplayConfig
@@ -59,6 +61,18 @@ class ReplayTrainer(RolloutTrainer):
     args: ReplayConfig
     keep_means = False
     """Whether the mean of each trained step under the policy that drew it is kept, at the memory of one more state."""
+    weighs_modalities: ClassVar[bool] = True
+    """Whether the loss is made of log-probs, in which modalities can have weights."""
+
+    def _check_model(self) -> None:
+        super()._check_model()
+        weights = self.args.weights_of_modalities
+        if weights is not None and not self.weighs_modalities:
+            raise InputError(f"{type(self).__name__} has no modality_weights, got {weights}: leave it out.")
+        try:
+            weighted_modalities(self.flow_model.modalities(self.size), weights)
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
     def describe_run(self) -> str:
         args, window, steps = self.args, self.args.window(0), self.args.trained_steps(0)
@@ -97,13 +111,14 @@ class ReplayTrainer(RolloutTrainer):
             keep_clean=False,
             log_prob_form=args.log_prob_form,
             log_prob_reduction=args.log_prob_reduction,
+            modality_weights=args.weights_of_modalities,
             shared_prefix=args.shared_prefix,
             tail_ratio=args.tail_ratio,
         )
 
     def tables(self, rollout: int) -> tuple[SigmaTable, TransitionTable]:
         args, window = self.args, self.args.window(rollout)
-        table = self.flow_model.sigmas(args.num_inference_steps, self.latent_shape)
+        table = self.flow_model.sigmas(args.num_inference_steps, self.size_of(rollout))
         table = thin_tail(table, window[-1], args.tail_ratio)
         return self.on_device(table, transition_table(table.sigmas, args.sde_type, args.noise_level, window))
 
@@ -139,7 +154,14 @@ class ReplayTrainer(RolloutTrainer):
         mean = transition_mean(batch.latents, velocity, buffer.transitions, batch.steps)
         std = transition_std(batch.latents, buffer.transitions, batch.steps)
         args = self.args
-        log_probs = gaussian_log_prob(batch.next_latents, mean, std, args.log_prob_reduction, args.log_prob_form)
+        log_probs = gaussian_log_prob(
+            batch.next_latents,
+            mean,
+            std,
+            args.log_prob_reduction,
+            args.log_prob_form,
+            weighted_modalities(buffer.modalities, args.weights_of_modalities),
+        )
         return Replayed(velocity, mean, std, log_probs)
 
     def divergence(

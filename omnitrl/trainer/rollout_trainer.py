@@ -8,6 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from omnitrl.algorithms import (
 )
 from omnitrl.data import PromptStream
 from omnitrl.errors import InputError, RunError
+from omnitrl.models import MediaSize
 from omnitrl.rollout import SampleRequest, SamplingParams, Trajectory, stable_seed
 from omnitrl.trainer.checkpoints import check_prompts, check_same, plan_of
 from omnitrl.trainer.metrics import gather_list
@@ -102,16 +104,19 @@ class RolloutTrainer(SamplingTrainer):
         return SamplingParams(
             num_inference_steps=args.num_inference_steps,
             guidance_scale=self.guidance_scale,
-            height=args.height,
-            width=args.width,
+            size=self.size_of(rollout),
             ode_solver=args.ode_solver,
             keep_clean=True,
             decode=self.scores_rollouts,
         )
 
+    def size_of(self, rollout: int) -> MediaSize:
+        """Size of the media of a rollout."""
+        return self.size
+
     def tables(self, rollout: int) -> tuple[SigmaTable, TransitionTable]:
         """The sigma table and the transition table of a rollout, on the device."""
-        table = self.flow_model.sigmas(self.args.num_inference_steps, self.latent_shape)
+        table = self.flow_model.sigmas(self.args.num_inference_steps, self.size_of(rollout))
         return self.on_device(table, transition_table(table.sigmas, "ode"))
 
     def on_device(self, table: SigmaTable, transitions: TransitionTable) -> tuple[SigmaTable, TransitionTable]:
@@ -272,7 +277,11 @@ class RolloutTrainer(SamplingTrainer):
         table, transitions = self.tables(rollout)
         groups = list(dict.fromkeys(request.group_id for request in requests))
         row_of = {request.group_id: request.row for request in requests}
-        conditions = self.flow_model.encode([row_of[group] for group in groups], self.guidance_scale_train > 1.0)
+        conditions = self.flow_model.encode(
+            [row_of[group] for group in groups],
+            guidance=self.flow_model.needs_negative(self.guidance_scale_train),
+            size=self.size_of(rollout),
+        )
         return RolloutBuffer(
             index=rollout,
             trajectories=trajectories,
@@ -283,6 +292,7 @@ class RolloutTrainer(SamplingTrainer):
             table=table,
             transitions=transitions,
             seed=self.args.seed + self.args.process_index,
+            modalities=self.flow_model.modalities(self.size_of(rollout)),
         )
 
     # Micro-batches
@@ -355,7 +365,7 @@ class RolloutTrainer(SamplingTrainer):
             check_prompts(where, saved["prompts"], [request.row["prompt"] for request in self.plan.requests(rollout)])
 
     def _sampling(self, rollout: int) -> dict[str, Any]:
-        return {**vars(self.sampling_params(rollout)), "guidance_scale_train": self.guidance_scale_train}
+        return {**asdict(self.sampling_params(rollout)), "guidance_scale_train": self.guidance_scale_train}
 
     def _load_state(self, state: dict[str, Any]) -> None:
         super()._load_state(state)

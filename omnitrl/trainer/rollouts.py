@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,6 +148,8 @@ class RolloutBuffer:
             The grid.
         seed (`int`):
             Shuffles the units, anew in each iteration.
+        modalities (`dict[str, slice]`):
+            Which of the latents' first dimension each modality has, where there are several.
         extras (`dict[str, Tensor]`):
             What a trainer computes once of a rollout, each with the samples as first dimension.
     """
@@ -160,6 +163,7 @@ class RolloutBuffer:
     table: SigmaTable
     transitions: TransitionTable
     seed: int
+    modalities: dict[str, slice] = field(default_factory=dict)
     extras: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -173,9 +177,16 @@ class RolloutBuffer:
         return self.trajectories[0].steps
 
     @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one sample's latents."""
+        trajectory = self.trajectories[0]
+        clean = trajectory.clean_latents
+        return tuple(trajectory.latents.shape[1:] if clean is None else clean.shape)
+
+    @property
     def latent_dim(self) -> int:
         """Elements D of one sample's latents."""
-        return self.trajectories[0].latents[0].numel()
+        return math.prod(self.latent_shape)
 
     def samples_of(self, position: int, batch_size: int) -> list[int]:
         """Sample numbers of micro-batch `position` of `batch_size` units, counted over all iterations."""

@@ -111,10 +111,15 @@ class SamplingTrainer(BaseTrainer):
         self._synced_version: int | None = None
         self._micro_step = 0
         self._forwards = 0
-        self.latent_shape = self.flow_model.latent_shape(args.height, args.width)
+        self.size = self.flow_model.size_of({}, args.media_size)
+        self.latent_shape = self.flow_model.latent_shape(self.size)
+        self._check_model()
         self._set_up_algorithm()
 
     # Set-up
+
+    def _check_model(self) -> None:
+        """Raises where the model cannot do what the options ask for."""
 
     def _set_up_algorithm(self) -> None:
         """What a subclass makes of the untrained model, such as a reference policy."""
@@ -255,7 +260,7 @@ class SamplingTrainer(BaseTrainer):
                 `guidance_scale_train` by default.
         """
         guidance = self.guidance_scale_train if guidance is None else guidance
-        self.count_forwards(len(rows) * (2 if guidance > 1.0 else 1))
+        self.count_forwards(len(rows) * self.flow_model.evaluations(guidance))
         with self.accelerator.autocast():
             return velocity(rows.latents, rows.timesteps, rows.conditions, guidance)
 

@@ -128,7 +128,7 @@ class SRPOTrainer(RolloutTrainer):
 
     def _set_up_algorithm(self) -> None:
         args = self.args
-        self._grid = self.flow_model.sigmas(args.align_num_inference_steps, self.latent_shape).sigmas.cpu()
+        self._grid = self.flow_model.sigmas(args.align_num_inference_steps, self.size).sigmas.cpu()
         self._check_grid()
         if args.checkpoint_decoder:
             self.flow_model.pipeline.vae.enable_gradient_checkpointing()
@@ -188,9 +188,7 @@ class SRPOTrainer(RolloutTrainer):
         trajectories: list[Trajectory] = []
         for start in range(0, len(requests), size):
             part = requests[start : start + size]
-            latents = self.flow_model.encode_images(
-                [request.row[column] for request in part], self.args.height, self.args.width
-            )
+            latents = self.flow_model.encode_images([request.row[column] for request in part], params.size)
             for request, clean in zip(part, latents, strict=True):
                 version = self.state.global_step
                 trajectories.append(
@@ -215,7 +213,7 @@ class SRPOTrainer(RolloutTrainer):
     def _align_sample(self, rollout: int, trajectory: Trajectory) -> AlignSample:
         args, request = self.args, trajectory.request
         assert trajectory.clean_latents is not None
-        noise = SampleNoise(request.seed, request.start_seed).start(self.latent_shape)
+        noise = SampleNoise(request.seed, request.start_seed).start(tuple(trajectory.clean_latents.shape))
         seed = stable_seed(args.seed, "align", rollout, request.group_id, request.member)
         row = self._plan.other_row(rollout, request.group_id) if args.shuffle_prompts else request.row
         praised = blamed = row["prompt"]

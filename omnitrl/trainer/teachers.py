@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import nn
 
 from omnitrl.errors import InputError
-from omnitrl.models import FlowModel
+from omnitrl.models import FlowModel, MediaSize
 from omnitrl.trainer.adapters import Velocity, has_adapters
 
 
@@ -36,17 +36,15 @@ class Teacher:
         self._networks = networks or []
 
     @classmethod
-    def of_model(cls, teacher: FlowModel, student: FlowModel, latent_shape: tuple[int, ...], size: Any) -> Teacher:
+    def of_model(cls, teacher: FlowModel, student: FlowModel, size: MediaSize) -> Teacher:
         """
         A teacher with weights of its own.
 
         Args:
             teacher, student ([`FlowModel`]):
                 The two.
-            latent_shape (`tuple[int, ...]`):
-                Of the student's latents.
-            size (`tuple[int | None, int | None]`):
-                Height and width of the media.
+            size ([`~omnitrl.models.MediaSize`]):
+                Of the media.
 
         Raises:
             [`~omnitrl.errors.InputError`]: they share weights, are of two families, or differ in their latents.
@@ -56,10 +54,10 @@ class Teacher:
                 f"teacher_model is a {type(teacher).__name__}, but the student is a {type(student).__name__}, whose "
                 "latents mean something else: use a teacher of the student's family."
             )
-        shape = teacher.latent_shape(*size)
-        if shape != latent_shape:
+        shape, own_shape = teacher.latent_shape(size), student.latent_shape(size)
+        if shape != own_shape:
             raise InputError(
-                f"teacher_model has latents of shape {shape}, the student of {latent_shape}: use a teacher with the "
+                f"teacher_model has latents of shape {shape}, the student of {own_shape}: use a teacher with the "
                 "student's VAE, and set height and width if the checkpoints' own sizes differ."
             )
         own = {id(p) for p in student.networks.parameters()}

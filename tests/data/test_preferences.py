@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from omnitrl.data import load_preferences
-from omnitrl.data.preferences import has_pairs, read_picture
+from omnitrl.data.preferences import has_pairs
 from omnitrl.errors import InputError
+from omnitrl.media import read_picture
 
 
 def picture(value, size=(8, 8)):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from omnitrl.errors import InputError
-from omnitrl.models import Policy
+from omnitrl.models import MediaSize, Policy
 from tests.tiny_models import WIDTH, tiny_model
 
 
@@ -80,16 +80,16 @@ def test_rows_of_one_prompt_may_have_different_negative_prompts():
 
 def test_a_prompt_is_encoded_once_and_alone():
     model = tiny_model()
-    calls, encode_rows = [], model.encode_rows
+    calls, encode_row = [], model.encode_row
 
-    def counting(rows):
-        calls.append([row["prompt"] for row in rows])
-        return encode_rows(rows)
+    def counting(row, size):
+        calls.append(row["prompt"])
+        return encode_row(row, size)
 
-    model.encode_rows = counting
+    model.encode_row = counting
     model.encode(ROWS, guidance=True)
     model.encode(ROWS[:1], guidance=True)
-    assert sorted(calls) == [[""], ["a cat, sitting"], ["two dogs!"]]
+    assert sorted(calls) == ["", "a cat, sitting", "two dogs!"]
 
 
 def test_what_was_encoded_is_forgotten_when_there_is_much_of_it(monkeypatch):
@@ -142,7 +142,7 @@ def test_time_is_the_schedulers_own():
     """The network sees 1000 σ; a row of another step gets another velocity."""
     model = tiny_model()
     inputs = model.example_inputs()
-    table = model.sigmas(4, model.latent_shape(None, None))
+    table = model.sigmas(4)
     seen = []
     model.transformer.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["timestep"].tolist()), with_kwargs=True
@@ -222,7 +222,7 @@ def test_checkpointing_saves_activations_and_changes_no_gradient(switch):
     ("size", "expected"), [((None, None), (4, 16, 16)), ((64, 96), (4, 16, 24)), ((None, 32), (4, 16, 8))]
 )
 def test_latents_have_the_size_of_the_picture(size, expected):
-    assert tiny_model().latent_shape(*size) == expected
+    assert tiny_model().latent_shape(MediaSize(*size)) == expected
 
 
 @pytest.mark.parametrize(("height", "nearest"), [(63, 64), (67, 64), (69, 72), (1, 8), (0, 8), (-5, 8), (500, 128)])
@@ -231,8 +231,8 @@ def test_a_size_that_does_not_fit_names_the_nearest_that_does(height, nearest):
     with pytest.raises(
         InputError, match=f"height={height} does not fit .* multiples of 8 up to 128.* height={nearest}"
     ):
-        model.latent_shape(height, None)
-    assert model.latent_shape(nearest, None)[1] == nearest // 4
+        model.latent_shape(MediaSize(height))
+    assert model.latent_shape(MediaSize(nearest))[1] == nearest // 4
 
 
 @pytest.mark.compat
@@ -240,13 +240,13 @@ def test_a_size_that_does_not_fit_names_the_nearest_that_does(height, nearest):
 def test_a_dynamic_shift_is_the_stock_pipelines(height, width):
     """It depends on the number of image tokens; the sampler with it is the stock one."""
     model = tiny_model(dynamic=True)
-    table = model.sigmas(5, model.latent_shape(height, width))
+    table = model.sigmas(5, MediaSize(height, width))
     model.pipeline(
         "a cat", height=height, width=width, num_inference_steps=5, guidance_scale=1.0, output_type="latent"
     )
     assert torch.equal(table.sigmas, model.pipeline.scheduler.sigmas)
     assert torch.equal(table.timesteps, model.pipeline.scheduler.timesteps)
-    other = model.sigmas(5, model.latent_shape(32, 32))
+    other = model.sigmas(5, MediaSize(32, 32))
     assert not torch.equal(table.sigmas, other.sigmas)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from omnitrl.algorithms import transition_mean, transition_std, transition_table
+from omnitrl.models import MediaSize
 from omnitrl.rollout import (
     ENGINES,
     LocalEngine,
@@ -65,8 +66,7 @@ def test_each_state_is_the_mean_plus_its_noise_and_is_scored(model, sde_type, gu
     params = SamplingParams(
         steps, guidance, sde_type=sde_type, noise_level=0.6, sde_steps=stochastic, keep_steps=stochastic
     )
-    shape = model.latent_shape(None, None)
-    table = model.sigmas(steps, shape)
+    shape, table = model.latent_shape(), model.sigmas(steps)
     transitions = transition_table(table.sigmas, sde_type, 0.6, stochastic)
     for request, trajectory in zip(requests(), run(LocalEngine(model, batch_size=1), params), strict=True):
         generator = torch.Generator().manual_seed(request.seed)
@@ -99,7 +99,7 @@ def test_only_the_kept_states_are_kept(model, keep):
     sde = (0, 1, 2, 3)
     everything = run(LocalEngine(model), SamplingParams(5, sde_steps=sde, keep_steps=sde))
     some = run(LocalEngine(model), SamplingParams(5, sde_steps=sde, keep_steps=keep))
-    size = math.prod(model.latent_shape(None, None))
+    size = math.prod(model.latent_shape())
     for whole, part in zip(everything, some, strict=True):
         assert part.steps == keep
         assert whole.media.tobytes() == part.media.tobytes()
@@ -186,7 +186,9 @@ def test_nothing_is_recorded_for_gradients(model):
 
 
 def test_a_size_of_ones_own(model):
-    (trajectory,) = run(LocalEngine(model), SamplingParams(2, height=32, width=64, sde_steps=(0,), keep_steps=(0,)), 1)
+    (trajectory,) = run(
+        LocalEngine(model), SamplingParams(2, size=MediaSize(32, 64), sde_steps=(0,), keep_steps=(0,)), 1
+    )
     assert trajectory.latents.shape == (1, 4, 8, 16)
     assert trajectory.media.size == (64, 32)
 

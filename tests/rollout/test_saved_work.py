@@ -12,6 +12,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler
 
 from omnitrl.algorithms import gaussian_log_prob
+from omnitrl.models import MediaSize
 from omnitrl.rollout import LocalEngine, SampleNoise, SampleRequest, SamplingParams
 from tests.tiny_models import tiny_model
 
@@ -109,8 +110,8 @@ def test_the_branching_state_is_the_ode_of_the_groups_own_prompt(model):
     params = SamplingParams(5, sde_steps=(3,), keep_steps=(3,), shared_prefix=True)
     samples, forwards, _ = run(model, requests, params, batch_size=4)
     assert forwards == 3 * 3 + 6 * 2
-    table = model.sigmas(5, model.latent_shape(None, None))
-    noise = SampleNoise(0, 5).start(model.latent_shape(None, None))[None]
+    table = model.sigmas(5)
+    noise = SampleNoise(0, 5).start(model.latent_shape())[None]
     for g in range(3):
         conditions = model.encode([rows[g]])
 
@@ -126,7 +127,7 @@ def test_the_branching_state_is_the_ode_of_the_groups_own_prompt(model):
 
 @pytest.mark.parametrize(("height", "width"), [(24, 40), (8, 64), (None, 16)])
 def test_odd_sizes(model, height, width):
-    params = {"num_inference_steps": 4, "height": height, "width": width, "sde_steps": (1,), "keep_steps": (1,)}
+    params = {"num_inference_steps": 4, "size": MediaSize(height, width), "sde_steps": (1,), "keep_steps": (1,)}
     shared, _, rows = run(model, groups([2, 3]), SamplingParams(shared_prefix=True, **params), batch_size=2)
     alone, _, _ = run(model, groups([2, 3]), SamplingParams(**params), batch_size=2)
     assert rows == 2 * 1 + 5 * 3
@@ -189,7 +190,7 @@ def test_deterministic_stretches_are_the_solver_written_out(model, solver, windo
     tail = after if ratio == 1 else max(1, math.floor(ratio * after))
     assert forwards == 2 * window[0] + 4 * (len(window) + tail)
 
-    full = model.sigmas(10, model.latent_shape(None, None))
+    full = model.sigmas(10)
     for sample in samples:
         table, size = sample.table, window[-1] + 1
         assert table.num_steps == size + tail
@@ -200,7 +201,7 @@ def test_deterministic_stretches_are_the_solver_written_out(model, solver, windo
         def velocity(latents, step, table=table):
             return curved(latents, table.timesteps[step].double().expand(len(latents)), None, 1.0)
 
-        noise = SampleNoise(0, sample.request.start_seed).start(model.latent_shape(None, None))[None].double()
+        noise = SampleNoise(0, sample.request.start_seed).start(model.latent_shape())[None].double()
         before = ode(velocity, noise, table.sigmas, range(window[0]), solver)
         torch.testing.assert_close(sample.latents[:1].double(), before, rtol=0, atol=1e-5)
         end = ode(velocity, sample.next_latents[-1:].double(), table.sigmas, range(size, table.num_steps), solver)
@@ -225,12 +226,12 @@ def test_with_a_network_the_engine_is_the_stock_multistep_scheduler(model, guida
     samples, forwards, rows = run(model, requests, params, batch_size=2)
     assert forwards == rows == 3 * 8 * (2 if guidance > 1 else 1)
 
-    table = model.sigmas(8, model.latent_shape(None, None))
+    table = model.sigmas(8)
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, solver_order=2)
     scheduler.set_timesteps(8)
     scheduler.sigmas = table.sigmas.clone()  # the grid of the checkpoint, not one of its own
     scheduler.timesteps = torch.arange(8)  # its steps are then found by number
-    latents = torch.stack([SampleNoise(request.seed).start(model.latent_shape(None, None)) for request in requests])
+    latents = torch.stack([SampleNoise(request.seed).start(model.latent_shape()) for request in requests])
     conditions = model.encode([request.row for request in requests], guidance=guidance > 1)
     for step in range(8):
         with torch.no_grad():

@@ -128,7 +128,7 @@ def test_the_teacher_encodes_prompts_once_a_rollout(tmp_path):
     run = opd(tmp_path, num_generations=2, generation_batch_size=8, max_steps=4)
     calls = []
     encode = run.teacher.model.encode
-    run.teacher.model.encode = lambda rows, guidance=False: calls.append(len(rows)) or encode(rows, guidance)
+    run.teacher.model.encode = lambda rows, *args: calls.append(len(rows)) or encode(rows, *args)
     run.train()
     assert calls == [4, 4]  # two rollouts of two updates, a row for each group
 
@@ -246,7 +246,7 @@ def test_the_student_itself_is_no_teacher(tmp_path):
 def test_a_teacher_of_another_kind(tmp_path):
     refused(lambda: opd(tmp_path, teacher_model=toy_model()), "is a ToyModel, but the student is a SD3Model, whose")
     smaller = teacher_of(tiny_model())
-    smaller.latent_shape = lambda height, width: (4, 8, 8)
+    smaller.latent_shape = lambda size=None: (4, 8, 8)
     refused(
         lambda: opd(tmp_path, teacher_model=smaller), r"latents of shape \(4, 8, 8\), the student of \(4, 16, 16\)"
     )

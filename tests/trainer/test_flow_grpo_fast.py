@@ -176,8 +176,8 @@ def test_what_cannot_work_is_refused(tmp_path, options, message):
 def test_prompts_of_different_groups_are_encoded_once_for_a_run(tmp_path):
     run = trainer(tmp_path, **FAST, max_steps=10)
     encoded = []
-    encode_rows = run.flow_model.encode_rows
-    run.flow_model.encode_rows = lambda rows: encoded.append([row["prompt"] for row in rows]) or encode_rows(rows)
+    encode_row = run.flow_model.encode_row
+    run.flow_model.encode_row = lambda row, size: encoded.append([row["prompt"]]) or encode_row(row, size)
     run.train()
     assert sorted(prompt for rows in encoded for prompt in rows) == sorted(PROMPTS)
 

@@ -170,7 +170,7 @@ def test_law_02_a_stock_lora_run_equals_ours(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_law_03_the_table_is_the_schedulers_own_and_goes_with_the_trajectory(family, steps):
     model = tiny_model(family)
-    table = model.sigmas(steps, model.latent_shape(None, None))
+    table = model.sigmas(steps)
     scheduler = model.pipeline.scheduler
     scheduler.set_timesteps(steps)
     assert torch.equal(table.sigmas, scheduler.sigmas)

@@ -109,7 +109,7 @@ def test_the_toy_is_what_it_is_taken_for(follows_prompts):
     model, generator = toy_model(follows_prompts), torch.Generator().manual_seed(0)
     latents = torch.randn(1024, 2, 1, 1, generator=generator)
     prompts = PROMPTS * 128
-    conditions, table = model.encode([{"prompt": prompt} for prompt in prompts]), model.sigmas(40, (2, 1, 1))
+    conditions, table = model.encode([{"prompt": prompt} for prompt in prompts]), model.sigmas(40)
     with torch.no_grad():
         for step in range(40):
             timesteps = table.timesteps[step].expand(1024)

@@ -187,7 +187,7 @@ def test_there_is_no_kl_by_default(tmp_path):
 )
 def test_t20_the_tail_of_each_variant_ends_at_zero(tmp_path, options, tail):
     run = mix(tmp_path, **{"num_inference_steps": 25, "sde_window_size": 4, **options})
-    full = run.flow_model.sigmas(25, run.latent_shape)
+    full = run.flow_model.sigmas(25)
     for start, calls in tail.items():
         rollout = 25 * start
         table, transitions = run.tables(rollout)

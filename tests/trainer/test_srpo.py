@@ -63,7 +63,7 @@ def test_the_first_gradient_is_that_of_an_independent_computation_in_float64(tmp
     run.flow_model.networks.double()
     buffer, batches = batches_of(run)
     total = 0.0
-    sigmas = run.flow_model.sigmas(50, run.latent_shape).sigmas
+    sigmas = run.flow_model.sigmas(50).sigmas
     points = torch.linspace(float(sigmas[5]), float(sigmas[25]), 1000)
     for branch, sign in (("denoise", 1), ("inversion", -1)):
         for trajectory, sample in zip(buffer.trajectories, batches.samples, strict=True):
@@ -119,7 +119,7 @@ def test_levels_are_a_function_of_names_and_spread_over_the_range(tmp_path):
 def test_a_batch_is_what_its_levels_say(tmp_path):
     run = srpo(tmp_path, align_range=[10, 40], align_num_inference_steps=40, groundtruth_ratio=0.8)
     buffer, batches = batches_of(run)
-    sigmas = run.flow_model.sigmas(40, run.latent_shape).sigmas
+    sigmas = run.flow_model.sigmas(40).sigmas
     for position, branch in enumerate(("denoise", "inversion")):
         batch = batches[position]
         for i, trajectory in enumerate(buffer.trajectories):

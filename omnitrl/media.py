@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos and sounds as values, and pictures from whatever a dataset has."""
+
+from __future__ import annotations
+
+import io
+import os
+import wave
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from omnitrl.errors import InputError
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, eq=False)
+class Audio:
+    """
+    A sound.
+
+    Args:
+        samples (`np.ndarray`):
+            (channels, S) float32 in [-1, 1].
+        sampling_rate (`int`):
+            Samples per second.
+
+    Example:
+
+    ```python
+    >>> import numpy as np
+    >>> Audio(np.zeros((2, 16000), dtype=np.float32), 16000).duration
+    1.0
+    ```
+    """
+
+    samples: np.ndarray
+    sampling_rate: int
+
+    def __post_init__(self) -> None:
+        if self.samples.ndim != 2:
+            raise ValueError(f"Audio has samples of shape (channels, S), got {self.samples.shape}.")
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.samples.shape[1] / self.sampling_rate
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a 16-bit WAV file."""
+        pcm = (self.samples.T.clip(-1, 1) * 32767).round().astype("<i2")
+        with wave.open(os.fspath(path), "wb") as file:
+            file.setnchannels(self.samples.shape[0])
+            file.setsampwidth(2)
+            file.setframerate(self.sampling_rate)
+            file.writeframes(pcm.tobytes())
+
+
+@dataclass(frozen=True, eq=False)
+class Video(Sequence["Image"]):
+    """
+    A video: a sequence of RGB PIL images.
+
+    Args:
+        frames (`np.ndarray`):
+            (F, H, W, 3) uint8.
+        frame_rate (`float`):
+            Frames per second.
+        audio ([`Audio`], *optional*):
+            Its sound.
+
+    Example:
+
+    ```python
+    >>> import numpy as np
+    >>> video = Video(np.zeros((5, 48, 64, 3), dtype=np.uint8), 16.0)
+    >>> len(video), video[0].size
+    (5, (64, 48))
+    ```
+    """
+
+    frames: np.ndarray
+    frame_rate: float
+    audio: Audio | None = None
+
+    def __post_init__(self) -> None:
+        if self.frames.ndim != 4 or self.frames.shape[-1] != 3 or self.frames.dtype != np.uint8:
+            raise ValueError(
+                f"A video has frames of shape (F, H, W, 3) in uint8, got {self.frames.shape} in {self.frames.dtype}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    @overload
+    def __getitem__(self, index: int) -> Image: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Video: ...
+
+    def __getitem__(self, index: int | slice) -> Image | Video:
+        from PIL import Image
+
+        if isinstance(index, slice):
+            return Video(self.frames[index], self.frame_rate)
+        return Image.fromarray(self.frames[index])
+
+    def __iter__(self) -> Iterator[Image]:
+        return (self[i] for i in range(len(self)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """
+        Writes the frames as an animation that every browser plays (`.webp` or `.gif`), and the sound beside it as WAV.
+        """
+        path = Path(path)
+        first, *others = self
+        milliseconds = max(round(1000 / self.frame_rate), 1)
+        first.save(path, save_all=True, append_images=others, duration=milliseconds, loop=0)
+        if self.audio is not None:
+            self.audio.save(path.with_suffix(".wav"))
+
+
+def read_picture(value: Any, where: str, whole: bool = True) -> Image:
+    """
+    The PIL image of what a dataset has as a picture.
+
+    Args:
+        value (`Any`):
+            A PIL image, a path, bytes, a dictionary with `bytes` or `path`, or an array or tensor (H, W, 3).
+        where (`str`):
+            What to call it in an error.
+        whole (`bool`, defaults to `True`):
+            Whether all of it is read; `False` stops at its header.
+
+    Returns:
+        `PIL.Image.Image` in mode RGB, or in its own if `whole` is `False`.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: there is no picture, or it cannot be read.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(value, Image.Image):
+        return value.convert("RGB") if whole else value
+    pixels = as_array(value)
+    if pixels is not None:
+        return Image.fromarray(_eight_bit(pixels, where)).convert("RGB")
+    if isinstance(value, Mapping):
+        value = value["path"] if value.get("bytes") is None else value["bytes"]
+    try:
+        image = Image.open(io.BytesIO(value) if isinstance(value, bytes) else value)
+        return image.convert("RGB") if whole else image
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{where} is the file {value}, which does not exist; the working folder is {Path.cwd()}."
+        ) from error
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # cut off files, and broken PNGs
+        what = f"{len(value)} bytes" if isinstance(value, bytes) else f"the file {value}"
+        raise InputError(f"{where} is no picture that can be read ({what}): leave the row out.") from error
+
+
+def _eight_bit(pixels: np.ndarray, where: str) -> np.ndarray:
+    if pixels.ndim != 3 or pixels.shape[-1] != 3:
+        raise InputError(
+            f"{where} is an array of shape {pixels.shape}, but a picture is (height, width, 3), such as (512, 512, 3)."
+        )
+    if pixels.dtype == np.uint8:
+        return np.ascontiguousarray(pixels)
+    low, high = (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
+    if not np.issubdtype(pixels.dtype, np.floating) or not (low >= 0 and high <= 1):
+        raise InputError(
+            f"{where} is an array of {pixels.dtype} from {low:.3g} to {high:.3g}, but pictures have 8-bit values, or "
+            "floating point values from 0 to 1."
+        )
+    return (pixels * 255).round().astype(np.uint8)
+
+
+def as_array(value: Any) -> np.ndarray | None:
+    """Latents or pixels as an array of floating point or 8-bit values; `None` for what can only be a picture."""
+    import torch  # here, as prompts alone need none
+
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().float().numpy()
+    elif isinstance(value, list):  # what `datasets` makes of an array
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray):
+        return None
+    if np.issubdtype(value.dtype, np.integer) and value.size and value.min() >= 0 and value.max() <= 255:
+        return value.astype(np.uint8)
+    return value.astype(np.float32) if np.issubdtype(value.dtype, np.floating) else value
