@@ -73,7 +73,7 @@ class ToyModel(FlowModel):
         return pixels[:, :2] * SCALE
 
     @torch.no_grad()
-    def decode(self, latents):
+    def decode(self, latents, size=CHECKPOINT_SIZE):
         return list(latents.flatten(1))
 
 

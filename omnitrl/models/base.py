@@ -222,6 +222,13 @@ class FlowModel(ABC):
         """How diffusers splits a network's sequence over devices (`_cp_plan`); empty where it has no plan for it."""
         return dict(_unwrapped(self.networks[network_name])._cp_plan or {})
 
+    @property
+    def loads_lora(self) -> bool:
+        """Whether the pipeline has a `load_lora_weights`; PEFT loads adapters in any case."""
+        from diffusers.loaders.lora_base import LoraBaseMixin
+
+        return isinstance(self.pipeline, LoraBaseMixin)
+
     def lora_loading(self, folder: Any) -> list[dict[str, Any]]:
         """Arguments, beside the folder, of the `load_lora_weights` calls that put saved adapters in the pipeline."""
         return [{}]
@@ -231,8 +238,12 @@ class FlowModel(ABC):
         return 1000 * sigmas
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> list[Any]:
-        """Media of clean latents (B, ...): a PIL image per row, `None` where the decoder's output is not finite."""
+    def decode(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> list[Any]:
+        """
+        Media of clean latents (B, ...): a PIL image per row, `None` where the decoder's output is not finite.
+
+        `size` is that of the media, for families whose latents do not tell it.
+        """
         return images_of(self.decode_pixels(latents), self.pipeline.image_processor)
 
     @torch.no_grad()
@@ -420,7 +431,7 @@ class VideoModel(FlowModel):
     """Frames per second."""
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> list[Any]:
+    def decode(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> list[Any]:
         """A [`~omnitrl.media.Video`] of each of the clean latents (B, ...), `None` where one is not finite."""
         return [self._video(self.decode_pixels(row)[0]) for row in latents.split(1)]
 
@@ -440,15 +451,21 @@ class VideoModel(FlowModel):
 
 
 class AudioModel(FlowModel):
-    """A family whose media are sounds: latents (B, C, L); `decode_pixels` gives waveforms (B, channels, samples)."""
+    """
+    A family whose media are sounds: latents (B, C, L); `decode_pixels` gives waveforms (B, channels, samples).
+
+    An autoencoder makes whole blocks of samples. What it makes is cut to the exact length.
+    """
 
     sampling_rate: int
     """Samples per second."""
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> list[Any]:
+    def decode(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> list[Any]:
         """An [`~omnitrl.media.Audio`] of each of the clean latents (B, ...), `None` where one is not finite."""
-        waves = self.decode_pixels(latents).float().cpu()
+        length = size.filled(self.default_size).audio_length
+        assert length is not None  # every family of sounds has one
+        waves = self.decode_pixels(latents).float().cpu()[..., : int(length * self.sampling_rate)].clamp(-1, 1)
         return [Audio(wave.numpy(), self.sampling_rate) if bool(wave.isfinite().all()) else None for wave in waves]
 
     def encode_images(self, images: Sequence[Any], size: MediaSize = CHECKPOINT_SIZE) -> Tensor:

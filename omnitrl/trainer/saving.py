@@ -5,7 +5,8 @@ Trained weights on disk, in the formats that stock loaders read.
 Adapters are written twice: as a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), which PEFT and
 vLLM-Omni read, and as `pytorch_lora_weights.safetensors` with the adapter's configuration in its header, which
 `pipeline.load_lora_weights` reads; without that header diffusers takes alpha for the rank
-(https://github.com/huggingface/diffusers/issues/6087). Whole networks are written with `save_pretrained`.
+(https://github.com/huggingface/diffusers/issues/6087). Pipelines without that method have the PEFT folder only. Whole
+networks are written with `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def save_networks(
         tensors = {key: tensor.contiguous() for key, tensor in weights[name].items()}
         if isinstance(network, PeftModel):
             written.append(_save_peft(network, folder / name if several else folder, tensors))
-            lora_layers |= _diffusers_layers(name, network, tensors)
+            lora_layers |= _diffusers_layers(name, network, tensors) if model.loads_lora else {}
         else:
             written += _save_plain(network, folder / name, tensors)
     if lora_layers:
@@ -203,6 +204,13 @@ def _diffusers_layers(name: str, network: PeftModel, tensors: dict[str, Tensor])
 def load_snippet(model: FlowModel, adapter: bool, repo: str) -> str:
     """Python that loads the result with stock diffusers, for the report and the model card."""
     pipeline, base = type(model.pipeline).__name__, model.name or "path/to/the/base/model"
+    if adapter and not model.loads_lora:
+        several = len(model.networks) > 1
+        places = {name: f'"{repo}", subfolder="{name}"' if several else f'"{repo}"' for name in model.networks}
+        return (
+            f"import torch\nfrom diffusers import {pipeline}\nfrom peft import PeftModel\n\n"
+            f'pipe = {pipeline}.from_pretrained("{base}", dtype=torch.bfloat16)\n'
+        ) + "".join(f"pipe.{name} = PeftModel.from_pretrained(pipe.{name}, {place})\n" for name, place in places.items())
     if adapter:
         return (
             f"import torch\nfrom diffusers import {pipeline}\n\n"

@@ -44,6 +44,7 @@ class Tiny:
         media: From the stock output to its media, one for each prompt.
         latents: From (model, stock latents, size) to latents as omnitrl has them.
         negative_prompt: What the stock call is told where omnitrl's row has no negative prompt.
+        loads_lora: Whether the stock pipeline has a `load_lora_weights`.
     """
 
     build: Callable[[], Any]
@@ -57,6 +58,7 @@ class Tiny:
     media: Callable[[Any], Any] = _images
     latents: Callable[[Any, torch.Tensor, MediaSize], torch.Tensor] = _as_is
     negative_prompt: str | None = ""
+    loads_lora: bool = True
 
     def model(self, **options):
         """A [`FlowModel`] of it."""
