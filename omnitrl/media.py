@@ -52,14 +52,43 @@ class Audio:
         """Seconds."""
         return self.samples.shape[1] / self.sampling_rate
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.samples, dtype=dtype) if copy else np.asarray(self.samples, dtype=dtype)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a 16-bit WAV file."""
+        Path(path).write_bytes(self.wav_bytes())
+
+    def wav_bytes(self) -> bytes:
+        """The sound as a 16-bit WAV file."""
         pcm = (self.samples.T.clip(-1, 1) * 32767).round().astype("<i2")
-        with wave.open(os.fspath(path), "wb") as file:
+        buffer = io.BytesIO()
+        with wave.open(buffer, "wb") as file:
             file.setnchannels(self.samples.shape[0])
             file.setsampwidth(2)
             file.setframerate(self.sampling_rate)
             file.writeframes(pcm.tobytes())
+        return buffer.getvalue()
+
+    def preview(self, seconds: float = 10.0, sampling_rate: int = 16000) -> Audio:
+        """The beginning in one channel at a low rate, for a page: about 300 kB for ten seconds."""
+        every = max(round(self.sampling_rate / sampling_rate), 1)
+        mono = self.samples.mean(axis=0, keepdims=True)[:, : round(seconds * self.sampling_rate)]
+        whole = mono[:, : mono.shape[1] // every * every]
+        return Audio(whole.reshape(1, -1, every).mean(axis=2), round(self.sampling_rate / every))
+
+    def waveform(self, width: int = 256, height: int = 64) -> Image:
+        """A picture of the sound: loudest and quietest sample of each column."""
+        from PIL import Image
+
+        mono = self.samples.mean(axis=0)
+        columns = np.array_split(mono, width) if len(mono) >= width else np.array_split(np.resize(mono, width), width)
+        pixels = np.full((height, width, 3), 255, dtype=np.uint8)
+        for x, column in enumerate(columns):
+            levels = np.clip((column.max(), column.min()), -1, 1)
+            top, bottom = ((1 - levels) / 2 * (height - 1)).round().astype(int)
+            pixels[top : bottom + 1, x] = (9, 105, 218)
+        return Image.fromarray(pixels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,16 +143,53 @@ class Video(Sequence["Image"]):
     def __iter__(self) -> Iterator[Image]:
         return (self[i] for i in range(len(self)))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.frames, dtype=dtype) if copy else np.asarray(self.frames, dtype=dtype)
+
+    def storyboard(self, count: int = 3, gap: int = 2) -> Image:
+        """One picture of the first, the last and frames between them, side by side."""
+        from PIL import Image
+
+        chosen = np.unique(np.linspace(0, len(self) - 1, count).round().astype(int))
+        line = np.full((self.frames.shape[1], gap, 3), 255, dtype=np.uint8)
+        parts = [part for i in chosen for part in (self.frames[i], line)][:-1]
+        return Image.fromarray(np.concatenate(parts, axis=1))
+
+    def webp_bytes(self, side: int | None = None) -> bytes:
+        """The frames as an animated WebP, their longest side at most `side` pixels."""
+        frames = list(self)
+        if side is not None:
+            for frame in frames:
+                frame.thumbnail((side, side))
+        buffer = io.BytesIO()
+        _write_animation(frames, self.frame_rate, buffer, format="WEBP", quality=70)
+        return buffer.getvalue()
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """
         Writes the frames as an animation that every browser plays (`.webp` or `.gif`), and the sound beside it as WAV.
         """
         path = Path(path)
-        first, *others = self
-        milliseconds = max(round(1000 / self.frame_rate), 1)
-        first.save(path, save_all=True, append_images=others, duration=milliseconds, loop=0)
+        _write_animation(list(self), self.frame_rate, path)
         if self.audio is not None:
             self.audio.save(path.with_suffix(".wav"))
+
+
+def _write_animation(frames: list[Image], frame_rate: float, target: Any, **options: Any) -> None:
+    first, *others = frames
+    milliseconds = max(round(1000 / frame_rate), 1)
+    first.save(target, save_all=True, append_images=others, duration=milliseconds, loop=0, **options)
+
+
+def still(media: Any) -> Image | None:
+    """A picture of any medium: itself, frames of a video, the waveform of a sound; `None` for anything else."""
+    from PIL import Image
+
+    if isinstance(media, Video):
+        return media.storyboard()
+    if isinstance(media, Audio):
+        return media.waveform()
+    return media if isinstance(media, Image.Image) else None
 
 
 def read_picture(value: Any, where: str, whole: bool = True) -> Image:

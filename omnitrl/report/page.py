@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -189,14 +190,29 @@ def _clock(run: RunSummary) -> Callable[[float], str] | None:
 
 def _picture(sample: Sample, side: int | None = None) -> dict[str, Any]:
     image = sample.image
-    shown: dict[str, Any] = {"prompt": sample.prompt, "caption": sample.caption, "uri": None, "width": MIN_TILE_WIDTH}
+    shown: dict[str, Any] = {"prompt": sample.prompt, "caption": sample.caption, "uri": None, "sound": None}
+    shown["width"] = MIN_TILE_WIDTH
     shown["reward"] = None if is_missing(sample.reward) else format_number(sample.reward, 2)
     if image is not None:
         image = thumbnail(image, side) if side else thumbnail(image)
         factor = max(1, -(-MIN_TILE_WIDTH // image.width))
         shown |= {"uri": _data_uri(image), "width": image.width * factor, "height": image.height * factor}
         shown["pixelated"] = factor > 1
+    if sample.clip is not None:
+        shown |= _clip(sample.clip)
+    if sample.sound is not None:
+        shown["sound"] = "data:audio/wav;base64," + base64.b64encode(sample.sound).decode("ascii")
     return shown
+
+
+def _clip(data: bytes) -> dict[str, Any]:
+    """What shows an animation in place of a picture."""
+    from PIL import Image
+
+    width, height = Image.open(io.BytesIO(data)).size
+    factor = max(1, -(-MIN_TILE_WIDTH // width))
+    uri = "data:image/webp;base64," + base64.b64encode(data).decode("ascii")
+    return {"uri": uri, "width": width * factor, "height": height * factor, "pixelated": factor > 1}
 
 
 def _data_uri(image: Image) -> str:

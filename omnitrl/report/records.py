@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from omnitrl.media import Audio, Video, still
+
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,23 +34,39 @@ _PART = re.compile(r"^rewards/.+/mean$")
 @dataclass
 class Sample:
     """
-    One picture of an evaluation.
+    One sample of an evaluation.
 
     Args:
         prompt (`str`):
             The prompt.
         image (`PIL.Image.Image`, *optional*):
-            The picture, `None` where there is none to show.
+            The picture, `None` where there is none to show; of a video some frames, of a sound its waveform.
         reward (`float`, *optional*):
             Its reward. `None` or NaN means that the reward is missing.
         caption (`str`, *optional*):
             Short text shown under the picture instead of the prompt, for example what an OCR reward read.
+        clip, sound (`bytes`, *optional*):
+            A small animated WebP and a small WAV file, which the page plays.
     """
 
     prompt: str
     image: Image | None = None
     reward: float | None = None
     caption: str | None = None
+    clip: bytes | None = None
+    sound: bytes | None = None
+
+    @classmethod
+    def of(cls, prompt: str, media: Any, reward: float | None = None) -> Sample:
+        """A sample of a medium: a picture, a [`~omnitrl.media.Video`] or an [`~omnitrl.media.Audio`]."""
+        sound = media.audio if isinstance(media, Video) else media
+        return cls(
+            prompt,
+            still(media),
+            reward,
+            clip=media.webp_bytes(THUMBNAIL_SIDE) if isinstance(media, Video) else None,
+            sound=sound.preview().wav_bytes() if isinstance(sound, Audio) else None,
+        )
 
     def label(self) -> str:
         """The text under a picture: caption or prompt, and the reward on a line of its own where there is one."""
@@ -59,7 +77,9 @@ class Sample:
         """A dictionary that JSON can hold; the picture is shrunk to 256 pixels and becomes base64 PNG."""
         picture = None if self.image is None else base64.b64encode(png_bytes(thumbnail(self.image))).decode("ascii")
         reward = None if self.reward is None or is_missing(self.reward) else float(self.reward)
-        return {"prompt": self.prompt, "reward": reward, "caption": self.caption, "image": picture}
+        files = {"clip": self.clip, "sound": self.sound}
+        encoded = {name: base64.b64encode(data).decode("ascii") for name, data in files.items() if data is not None}
+        return {"prompt": self.prompt, "reward": reward, "caption": self.caption, "image": picture, **encoded}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
@@ -70,7 +90,8 @@ class Sample:
         if values["image"] is not None:
             image = Image.open(io.BytesIO(base64.b64decode(values["image"])))
             image.load()
-        return cls(prompt=values["prompt"], image=image, reward=values["reward"], caption=values["caption"])
+        files = {name: base64.b64decode(values[name]) for name in ("clip", "sound") if name in values}
+        return cls(values["prompt"], image, values["reward"], values["caption"], **files)
 
 
 @dataclass

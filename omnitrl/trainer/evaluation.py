@@ -54,7 +54,7 @@ def evaluate_prompts(
     first = args.process_index * share
     mine = requests[first : first + share]
     padded = mine + [requests[-1]] * (share - len(mine))
-    rows, images = _score(trainer, padded, prefix, wanted=args.num_samples_to_save if first == 0 else 0)
+    rows, shown = _score(trainer, padded, prefix, wanted=args.num_samples_to_save if first == 0 else 0)
     gathered = gather_list(rows[: len(mine)])
     rewards = torch.tensor(gathered, dtype=torch.float32)  # (N, F)
     total = torch.full((len(rewards),), math.nan) if trainer.rewards is None else trainer.rewards.total(rewards)
@@ -63,8 +63,8 @@ def evaluate_prompts(
         metrics |= _metrics(trainer.rewards.names, rewards, total, prefix)
     metrics[f"{prefix}_runtime"] = round(time.perf_counter() - started, 3)
     samples = [
-        Sample(prompt=request.row["prompt"], image=image, reward=float(reward))
-        for request, image, reward in zip(requests, images, total, strict=False)
+        Sample.of(request.row["prompt"], media, float(reward))
+        for request, media, reward in zip(requests, shown, total, strict=False)
     ]
     trainer.report.record_evaluation(
         EvaluationRecord(step=trainer.state.global_step, name=prefix, metrics=metrics, samples=samples)

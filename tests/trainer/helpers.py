@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from peft import LoraConfig
 
+from omnitrl.models import FlowModel
 from omnitrl.trainer import TRAINERS, ReplayTrainer, RolloutTrainer, get_trainer
-from tests.tiny_models import tiny_model
+from tests.tiny_models import BY_PIPELINE, tiny_model
 
 
 PROMPTS = ["a cat", "two dogs", "the red sun", "ice and snow", "a map"]
@@ -23,7 +24,7 @@ def brightness(prompts, completions, **kwargs):
 
 def lightness(prompts, completions, **kwargs):
     """The same with a gradient, for algorithms that follow it."""
-    return completions.mean(dim=(1, 2, 3))
+    return completions.flatten(1).mean(dim=1)
 
 
 def teacher_of(model):
@@ -42,6 +43,15 @@ def pairs(count=5, seed=0):
     return [
         {"prompt": PROMPTS[i % len(PROMPTS)], "chosen": pixels[2 * i], "rejected": pixels[2 * i + 1]}
         for i in range(count)
+    ]
+
+
+def latent_pairs(model, size, rows, seed=0):
+    """Preference pairs of latents, for media that are no pictures."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = model.latent_shape(size)
+    return [
+        {**row, **{side: torch.randn(shape, generator=generator) for side in ("chosen", "rejected")}} for row in rows
     ]
 
 
@@ -103,6 +113,25 @@ def trainer(tmp_path, algorithm="flow_grpo", model=None, rewards=brightness, pef
     }
     args = config(tmp_path, algorithm, **options)
     return get_trainer(algorithm)(model, args=args, peft_config=peft_config, **arguments)
+
+
+def family_run(tmp_path, algorithm, pipeline, **options):
+    """
+    A trainer of a tiny checkpoint of a pipeline class, at its size and with its condition images.
+
+    Args:
+        pipeline: Name of the pipeline class.
+    """
+    tiny = BY_PIPELINE[pipeline]
+    model = tiny.model()
+    rows = [tiny.row(prompt, i % len(tiny.image_sizes)) for i, prompt in enumerate(PROMPTS)]
+    size = {name: value for name, value in vars(tiny.size).items() if value is not None}
+    given = {"data": rows} | size | options
+    if algorithm == "diffusion_dpo":
+        pictures = type(model).encode_images is FlowModel.encode_images
+        made = pairs() if pictures else latent_pairs(model, tiny.size, rows)
+        given["data"] = [{**row, **pair} for row, pair in zip(rows, made, strict=True)]
+    return trainer(tmp_path, algorithm, model=model, **given)
 
 
 def trainable(trained):

@@ -11,9 +11,9 @@ import torch
 from transformers import TrainerCallback
 
 from omnitrl.trainer import RolloutTrainer
-from tests.tiny_models import PIPELINES, tiny_model
+from tests.tiny_models import PIPELINES
 from tests.trainer import matrix
-from tests.trainer.helpers import LORA, WITH_REPLAY, same, trainable, trainer
+from tests.trainer.helpers import LORA, WITH_REPLAY, family_run, same, trainable
 
 
 class First(TrainerCallback):
@@ -86,10 +86,10 @@ COVER = set(matrix.covering(matrix.CASES))
 def test_two_updates_and_a_replay_by_a_new_object(tmp_path, record_property, algorithm, family, weights, guidance):
     def make(max_steps):
         torch.manual_seed(0)
-        return trainer(
+        return family_run(
             tmp_path,
             algorithm,
-            model=tiny_model(family),
+            family,
             peft_config=LORA if weights == "lora" else None,
             guidance_scale=matrix.GUIDANCE[guidance],
             guidance_scale_train=matrix.GUIDANCE[guidance],
