@@ -95,7 +95,7 @@ class FlowModel(ABC):
     pipeline_classes: ClassVar[tuple[str, ...]]
     network_names: ClassVar[tuple[str, ...]] = ("transformer",)
     default_lora_targets: ClassVar[tuple[str, ...]]
-    default_guidance_scale: ClassVar[float]
+    default_guidance_scale: float  # of the class, or of a checkpoint that needs another
     default_max_sequence_length: ClassVar[int]
     num_images: ClassVar[tuple[int, int]] = (0, 0)
     """Fewest and most condition images that a row has, in its column `image` or `images`."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Pipeline class of a checkpoint's model_index.json -> family. A new family is one line here.
 FAMILIES: dict[str, str] = {
+    "FluxKontextPipeline": "omnitrl.models.flux:FluxKontextModel",
+    "FluxPipeline": "omnitrl.models.flux:FluxModel",
     "StableDiffusion3Pipeline": "omnitrl.models.sd3:SD3Model",
 }
 
