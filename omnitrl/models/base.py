@@ -457,8 +457,10 @@ class AudioModel(FlowModel):
     An autoencoder makes whole blocks of samples. What it makes is cut to the exact length.
     """
 
-    sampling_rate: int
-    """Samples per second."""
+    @property
+    @abstractmethod
+    def sampling_rate(self) -> int:
+        """Samples per second."""
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> list[Any]:

@@ -205,12 +205,12 @@ def load_snippet(model: FlowModel, adapter: bool, repo: str) -> str:
     """Python that loads the result with stock diffusers, for the report and the model card."""
     pipeline, base = type(model.pipeline).__name__, model.name or "path/to/the/base/model"
     if adapter and not model.loads_lora:
-        several = len(model.networks) > 1
-        places = {name: f'"{repo}", subfolder="{name}"' if several else f'"{repo}"' for name in model.networks}
-        return (
-            f"import torch\nfrom diffusers import {pipeline}\nfrom peft import PeftModel\n\n"
-            f'pipe = {pipeline}.from_pretrained("{base}", dtype=torch.bfloat16)\n'
-        ) + "".join(f"pipe.{name} = PeftModel.from_pretrained(pipe.{name}, {place})\n" for name, place in places.items())
+        lines = [f"import torch\nfrom diffusers import {pipeline}\nfrom peft import PeftModel\n"]
+        lines.append(f'pipe = {pipeline}.from_pretrained("{base}", dtype=torch.bfloat16)')
+        for name in model.networks:
+            place = f'"{repo}", subfolder="{name}"' if len(model.networks) > 1 else f'"{repo}"'
+            lines.append(f"pipe.{name} = PeftModel.from_pretrained(pipe.{name}, {place})")
+        return "\n".join(lines) + "\n"
     if adapter:
         return (
             f"import torch\nfrom diffusers import {pipeline}\n\n"
