@@ -97,6 +97,8 @@ class FlowModel(ABC):
     default_lora_targets: ClassVar[tuple[str, ...]]
     default_guidance_scale: float  # of the class, or of a checkpoint that needs another
     default_max_sequence_length: ClassVar[int]
+    default_negative_prompt: ClassVar[str] = ""
+    """What guidance leads away from where a row has no `negative_prompt`."""
     num_images: ClassVar[tuple[int, int]] = (0, 0)
     """Fewest and most condition images that a row has, in its column `image` or `images`."""
 
@@ -317,7 +319,7 @@ class FlowModel(ABC):
         keys: list[tuple] = []
         parts: dict[tuple, Conditions] = {}
         for row in rows:
-            negative = {**row, "prompt": row.get("negative_prompt") or ""} if guidance else None
+            negative = {**row, "prompt": row.get("negative_prompt") or self.default_negative_prompt} if guidance else None
             keys.append((self.cache_key(row, size), negative and self.cache_key(negative, size)))
             if keys[-1] not in parts:
                 positive = self._encoded(row, size)
