@@ -27,6 +27,7 @@ from omnitrl.errors import InputError, RunError
 from omnitrl.models import MediaSize
 from omnitrl.rollout import SampleRequest, SamplingParams, Trajectory, stable_seed
 from omnitrl.trainer.checkpoints import check_prompts, check_same, plan_of
+from omnitrl.trainer.merging import check_merging, merged_adapters
 from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.rollout_config import RolloutConfig
 from omnitrl.trainer.rollouts import RolloutBuffer, RolloutPlan, Units
@@ -95,6 +96,12 @@ class RolloutTrainer(SamplingTrainer):
             f"{args.generation_batch_size} samples a rollout = {args.prompts_per_rollout} prompts × "
             f"{args.num_generations}, {args.updates_per_rollout:g} optimizer step(s) each"
         )
+
+    def _check_model(self) -> None:
+        super()._check_model()
+        if self.args.merge_adapters:
+            autocast = self.args.bf16 or self.args.fp16
+            check_merging(self.flow_model, self.is_sharded, autocast)
 
     # What a subclass states
 
@@ -187,7 +194,8 @@ class RolloutTrainer(SamplingTrainer):
         self._forwards, before = 0, self.engine.forwards
         requests = self._plan.requests(rollout)
         scoring = self.new_scoring() if self.scores_rollouts else None
-        with self.rollout_weights():
+        merged = merged_adapters(self.flow_model) if self.args.merge_adapters else nullcontext()
+        with self.rollout_weights(), merged:
             self.sync_engine()
             with self.metrics.timed("rollout"):
                 trajectories = self._sample(requests, self.sampling_params(rollout), scoring)
