@@ -319,7 +319,8 @@ class FlowModel(ABC):
         keys: list[tuple] = []
         parts: dict[tuple, Conditions] = {}
         for row in rows:
-            negative = {**row, "prompt": row.get("negative_prompt") or self.default_negative_prompt} if guidance else None
+            unwanted = row.get("negative_prompt") or self.default_negative_prompt
+            negative = {**row, "prompt": unwanted} if guidance else None
             keys.append((self.cache_key(row, size), negative and self.cache_key(negative, size)))
             if keys[-1] not in parts:
                 positive = self._encoded(row, size)
