@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 # Pipeline class of a checkpoint's model_index.json -> family. A new family is one line here.
 FAMILIES: dict[str, str] = {
+    "Flux2KleinPipeline": "omnitrl.models.flux2:Flux2KleinModel",
+    "Flux2Pipeline": "omnitrl.models.flux2:Flux2Model",
     "FluxKontextPipeline": "omnitrl.models.flux:FluxKontextModel",
     "FluxPipeline": "omnitrl.models.flux:FluxModel",
+    "StableAudio3Pipeline": "omnitrl.models.stable_audio3:StableAudio3Model",
     "StableDiffusion3Pipeline": "omnitrl.models.sd3:SD3Model",
+    "ZImagePipeline": "omnitrl.models.z_image:ZImageModel",
 }
 
 INDEX = "model_index.json"

@@ -11,6 +11,7 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    GemmaTokenizer,
     Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
@@ -92,6 +93,14 @@ def qwen_tokenizer():
     )
     tokenizer.chat_template = _CHAT_TEMPLATE
     return tokenizer
+
+
+def gemma_tokenizer(max_length=16):
+    """Letter by letter; `<bos>` first, padding on the left, as the real one."""
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁"]
+    words += string.ascii_letters + string.digits + string.punctuation
+    vocab = {word: i for i, word in enumerate(words)}
+    return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=max_length, add_bos_token=True)
 
 
 def kl_vae(latent_channels=4, **options):
