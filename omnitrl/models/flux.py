@@ -122,9 +122,9 @@ class FluxModel(FlowModel):
         height, width = (side // 2 for side in latents.shape[-2:])
         tokens, positions = _packed(latents.to(dtype)), _positions(0, height, width, latents.device)
         if layout is not None:
-            image = inputs["image"][:, : layout[0] * layout[1]].to(dtype)
-            tokens = torch.cat([tokens, image], dim=1)
-            positions = torch.cat([positions, _positions(1, *layout, latents.device)])
+            rows, columns = layout
+            tokens = torch.cat([tokens, inputs["image"][:, : rows * columns].to(dtype)], dim=1)
+            positions = torch.cat([positions, _positions(1, rows, columns, latents.device)])
         velocity = network(
             hidden_states=tokens,
             timestep=timesteps.to(dtype) / 1000,
@@ -206,8 +206,7 @@ class FluxKontextModel(FluxModel):
             )
         height, width = self.pipeline.image_processor.get_default_height_width(image)
         _, width, height = min((abs(width / height - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
-        assert size.height is not None and size.width is not None  # see `filled`
-        area = size.height * size.width
+        area = (size.height or 0) * (size.width or 0)  # neither is None, see `filled`
         # Sides of a megapixel that are rounded down to multiples of 16 lose up to 4 % of it.
         scale = 1.0 if area >= 0.96 * FULL_AREA else (area / FULL_AREA) ** 0.5
         height, width = (max(round(side * scale / multiple), 1) * multiple for side in (height, width))
