@@ -217,8 +217,22 @@ def read_picture(value: Any, where: str, whole: bool = True) -> Image:
     pixels = as_array(value)
     if pixels is not None:
         return Image.fromarray(_eight_bit(pixels, where)).convert("RGB")
+    name = None
     if isinstance(value, Mapping):
-        value = value["path"] if value.get("bytes") is None else value["bytes"]
+        name = value.get("path")
+        value = name if value.get("bytes") is None else value["bytes"]
+    if value is None:
+        raise InputError(f"{where} is missing: give a path such as 'pictures/0.png', or leave the row out.")
+    if is_url(value):
+        raise InputError(
+            f"{where} is the URL {value}, and pictures are not downloaded while training: save them first and give "
+            "their paths, for example 'pictures/0.png'."
+        )
+    if not isinstance(value, str | bytes | os.PathLike):
+        raise InputError(
+            f"{where} is a {type(value).__name__}, but a picture is a PIL image, a path such as 'pictures/0.png', "
+            "bytes, a dictionary with either, or an array (height, width, 3)."
+        )
     try:
         image = Image.open(io.BytesIO(value) if isinstance(value, bytes) else value)
         return image.convert("RGB") if whole else image
@@ -226,9 +240,21 @@ def read_picture(value: Any, where: str, whole: bool = True) -> Image:
         raise InputError(
             f"{where} is the file {value}, which does not exist; the working folder is {Path.cwd()}."
         ) from error
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # cut off files, and broken PNGs
-        what = f"{len(value)} bytes" if isinstance(value, bytes) else f"the file {value}"
+    except (
+        UnidentifiedImageError,
+        Image.DecompressionBombError,
+        OSError,
+        SyntaxError,
+    ) as error:  # cut off, broken PNGs
+        what = f"the file {value}"
+        if isinstance(value, bytes):
+            what = f"{len(value)} bytes of {name}" if name else f"{len(value)} bytes"
         raise InputError(f"{where} is no picture that can be read ({what}): leave the row out.") from error
+
+
+def is_url(value: Any) -> bool:
+    """Whether it is a text such as `"https://…"`."""
+    return isinstance(value, str) and "://" in value
 
 
 def _eight_bit(pixels: np.ndarray, where: str) -> np.ndarray:

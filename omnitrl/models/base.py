@@ -7,8 +7,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 # Encoded prompts are kept up to this size, so that small prompt sets are encoded once per run and large ones, once
 # per rollout, without memory growing with the dataset.
 PROMPT_CACHE_BYTES = 256 * 2**20
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""The name that `load_lora_weights` looks for."""
 
 
 def stock_sigma_table(scheduler: Any, num_steps: int, **set_timesteps_kwargs: Any) -> SigmaTable:
@@ -93,14 +98,17 @@ class FlowModel(ABC):
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
-    network_names: ClassVar[tuple[str, ...]] = ("transformer",)
-    default_lora_targets: ClassVar[tuple[str, ...]]
-    default_guidance_scale: float  # of the class, or of a checkpoint that needs another
+    # These three are of the class, or of a checkpoint that needs others.
+    network_names: tuple[str, ...] = ("transformer",)
+    default_lora_targets: tuple[str, ...]
+    default_guidance_scale: float
     default_max_sequence_length: ClassVar[int]
     default_negative_prompt: ClassVar[str] = ""
     """What guidance leads away from where a row has no `negative_prompt`."""
-    num_images: ClassVar[tuple[int, int]] = (0, 0)
+    num_images: tuple[int, int] = (0, 0)
     """Fewest and most condition images that a row has, in its column `image` or `images`."""
+    guidance_scale_2: float | None = None
+    """Guidance of the second of two networks, where it is another than that of the first."""
 
     def __init__(self, pipeline: DiffusionPipeline, max_sequence_length: int | None = None) -> None:
         self.pipeline: Any = pipeline  # its components differ from class to class
@@ -153,7 +161,7 @@ class FlowModel(ABC):
 
     @abstractmethod
     def decode_pixels(self, latents: Tensor) -> Tensor:
-        """Pixels (B, 3, H, W) in [-1, 1] of clean latents (B, ...), with a gradient where one is asked for."""
+        """Pixels (B, 3, H, W) in [-1, 1] of `visual_latents` (B, ...), with a gradient where one is asked for."""
 
     @abstractmethod
     def encode_pixels(self, pixels: Tensor) -> Tensor:
@@ -182,8 +190,17 @@ class FlowModel(ABC):
         """Which of the latents' first dimension each modality has; empty where there is one modality only."""
         return {}
 
+    def visual_latents(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> Tensor:
+        """What `decode_pixels` takes of latents (B, ...): all of them, or of several modalities the one that is seen."""
+        return latents
+
     def size_of(self, row: dict[str, Any], size: MediaSize = CHECKPOINT_SIZE) -> MediaSize:
-        """The whole size of a row's media: its own columns, else `size`, else the checkpoint's."""
+        """
+        The whole size of a row's media: its own columns, else `size`, else the checkpoint's.
+
+        A family whose size follows from the condition images asks them where columns and `size` leave it open. It
+        needs no more than `images(row, whole=False)`, and must do without images where the row has none.
+        """
         return size.of_row(row).filled(self.default_size)
 
     # What all families share
@@ -193,6 +210,11 @@ class FlowModel(ABC):
         """The pipeline's modules that are never trained (text encoders, VAE)."""
         components = self.pipeline.components.items()
         return [c for name, c in components if isinstance(c, nn.Module) and name not in self.network_names]
+
+    @property
+    def trained_networks(self) -> dict[str, Any]:
+        """The networks that have trainable weights, by name: all or some of them."""
+        return {name: net for name, net in self.networks.items() if any(p.requires_grad for p in net.parameters())}
 
     @property
     def device(self) -> torch.device:
@@ -233,7 +255,19 @@ class FlowModel(ABC):
 
     def lora_loading(self, folder: Any) -> list[dict[str, Any]]:
         """Arguments, beside the folder, of the `load_lora_weights` calls that put saved adapters in the pipeline."""
-        return [{}]
+        if len(self.networks) == 1:
+            return [self.lora_arguments(self.network_names[0])]
+        files = {name: self.lora_file(name) for name in self.network_names}
+        saved = [name for name in files if (Path(folder) / files[name]).is_file()]
+        return [{"weight_name": files[name], **self.lora_arguments(name)} for name in saved]
+
+    def lora_arguments(self, network_name: str) -> dict[str, Any]:
+        """Arguments of `load_lora_weights`, beside the place, that put an adapter in this network."""
+        return {}
+
+    def lora_file(self, network_name: str, first: str = LORA_FILE) -> str:
+        """Name of the file for `load_lora_weights` with this network's adapter: `first` is that of the first."""
+        return first if network_name == self.network_names[0] else first.replace(".", f"_{network_name}.")
 
     def timesteps_of(self, sigmas: Tensor) -> Tensor:
         """What the network is told at noise levels (B,) that need not be on a sampler's grid: 1000 sigma."""
@@ -273,9 +307,15 @@ class FlowModel(ABC):
         """Latents at the first sigma from unit noise (B, ...). At sigma = 1 that is the noise itself."""
         return noise
 
-    def images(self, row: dict[str, Any]) -> list[Any]:
+    def final_latents(self, latents: Tensor, conditions: Conditions) -> Tensor:
+        """Clean latents of those (B, ...) after the last step, for families that then put a part of them in place."""
+        return latents
+
+    def images(self, row: dict[str, Any], whole: bool = True) -> list[Any]:
         """
         Condition images of a row, from its column `image` or `images`, as RGB PIL images.
+
+        With `whole=False` files are read up to their headers only, which say how large the images are.
 
         Raises:
             [`~omnitrl.errors.InputError`]: an image is missing, too many are there, or one cannot be read.
@@ -288,7 +328,8 @@ class FlowModel(ABC):
                 f"The row with the prompt {row['prompt']!r} has {len(given)} condition image(s), but "
                 f"{type(self.pipeline).__name__} takes {expected}: use a column 'image', or a list in 'images'."
             )
-        return [read_picture(value, f"Image {i} of the prompt {row['prompt']!r}") for i, value in enumerate(given)]
+        where = f"of the prompt {row['prompt']!r}"
+        return [read_picture(value, f"Image {i} {where}", whole) for i, value in enumerate(given)]
 
     def cache_key(self, row: dict[str, Any], size: MediaSize) -> tuple:
         """What of a dataset row decides what `encode_row` makes of it."""
@@ -430,7 +471,7 @@ class VideoModel(FlowModel):
     batch. A family whose VAE decodes all frames at once turns on its slicing of frames.
     """
 
-    frame_rate: ClassVar[float] = 16.0
+    frame_rate: float = 16.0
     """Frames per second."""
 
     @torch.no_grad()
@@ -487,7 +528,15 @@ def given_images(row: Mapping[str, Any]) -> list[Any]:
     given = row.get("image") if given is None else given
     if given is None:
         return []
-    return list(given) if isinstance(given, list | tuple) else [given]
+    depth = _depth(given)
+    return list(given) if depth in (1, 4) else [given]
+
+
+def _depth(value: Any) -> int:
+    """How deeply lists are nested: 0 for a picture, 1 for several, 3 for the array of one, 4 for arrays of several."""
+    if isinstance(value, list | tuple):
+        return 1 + (_depth(value[0]) if value else 0)
+    return value.ndim if isinstance(value, np.ndarray | Tensor) else 0
 
 
 class Policy(nn.Module):
@@ -510,6 +559,18 @@ class Policy(nn.Module):
         """See [`FlowModel.velocity`]."""
         return self._velocity(latents, timesteps, conditions, guidance_scale)
 
+    def compile_blocks(self, backend: str, mode: str | None = None) -> int:
+        """
+        Compiles each block of the networks in place, and returns how many there are.
+
+        Blocks are alike, so one compilation serves all of them, which takes a fraction of the time of the whole
+        network; and their weights keep their names.
+        """
+        blocks = [module for module in self.networks.modules() if type(module).__name__ in self._no_split_modules]
+        for block in blocks:
+            block.compile(backend=backend, mode=mode)
+        return len(blocks)
+
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **_: Any) -> None:
         """Called by `transformers.Trainer`; diffusers networks have their own switch (non-reentrant by default)."""
         network: Any
@@ -529,4 +590,5 @@ def _unwrapped(network: Any) -> Any:
 
 
 def _wrap_classes(network: Any) -> list[str]:
-    return list(network._no_split_modules or [])  # every diffusers network has the attribute; None where unknown
+    # Every diffusers network has both; the first is None where diffusers does not know how to place it on devices.
+    return list(network._no_split_modules or network._repeated_blocks)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Real
 from typing import Any
 
 from omnitrl.errors import InputError
@@ -42,8 +44,31 @@ class MediaSize:
         return MediaSize(**{**asdict(default), **given})
 
     def of_row(self, row: Mapping[str, Any]) -> MediaSize:
-        """The same with what a dataset row says in columns of these names."""
-        return MediaSize(**{name: row.get(name) for name in SIZE_COLUMNS}).filled(self)
+        """
+        The same with what a dataset row says in columns of these names.
+
+        Raises:
+            [`~omnitrl.errors.InputError`]: a column holds something else than a positive number.
+        """
+        return MediaSize(**{name: _number(name, row.get(name)) for name in SIZE_COLUMNS}).filled(self)
+
+    def __str__(self) -> str:
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return ", ".join(f"{name}={value}" for name, value in given.items()) or "of the checkpoint"
+
+
+def _number(name: str, value: Any) -> Any:
+    """A part of a size as a table has it: whole numbers may be floats there, and what is missing NaN."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    example = "30.0" if name == "audio_length" else "512"
+    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+        raise InputError(f"{name}={value!r} must be a number above 0, or missing: use {name}={example}.")
+    if name == "audio_length":
+        return float(value)
+    if value != int(value):
+        raise InputError(f"{name}={value!r} must be a whole number: use {name}={round(value)}.")
+    return int(value)
 
 
 CHECKPOINT_SIZE = MediaSize()
