@@ -129,7 +129,8 @@ def cps(sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: float
         sigma_max (`Tensor`):
             Not used.
         noise_level (`float`):
-            The paper's `eta`, in `[0, 1)`, typically 0.7 to 0.9.
+            The paper's `eta`, in `[0, 1]`, typically 0.7 to 0.9. At 1 nothing of the predicted noise is kept, which is
+            the sampler of consistency models and of diffusers' `stochastic_sampling`.
 
     Returns:
         `tuple` of the latents coefficient, the velocity coefficient and the total std, each of the shape of `sigma`.
@@ -185,7 +186,7 @@ def transition_table(
         sde_type (`str`, defaults to `"flow_sde"`):
             A key of `SDE_TYPES`: `"flow_sde"`, `"dance_sde"`, `"cps"` or `"ode"`.
         noise_level (`float`, defaults to 0.7):
-            Strength of the noise, at least 0, for `"cps"` also below 1. 0 gives the ODE row.
+            Strength of the noise, at least 0, for `"cps"` at most 1. 0 gives the ODE row.
         sde_steps (iterable of `int`, defaults to no step):
             Indices of the stochastic steps, in `0..T-2`. The last step is always an ODE step.
 
@@ -226,9 +227,9 @@ def _check_noise(sde_type: str, noise_level: float) -> None:
         raise ValueError(f"sde_type={sde_type!r} is not known: use one of {', '.join(map(repr, SDE_TYPES))}.")
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level={noise_level} must be a finite number of at least 0: use 0.7.")
-    if sde_type == "cps" and noise_level >= 1:
+    if sde_type == "cps" and noise_level > 1:
         raise ValueError(
-            f"noise_level={noise_level} must be below 1 for sde_type='cps', where 1 replaces all noise: use 0.8."
+            f"noise_level={noise_level} must be at most 1 for sde_type='cps', where 1 replaces all noise: use 0.8."
         )
 
 

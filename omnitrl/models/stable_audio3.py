@@ -93,8 +93,8 @@ class StableAudio3Model(AudioModel):
         longest = self.pipeline.duration_embedder.config.max_val
         if length is None or not 1 / self.sampling_rate <= length <= longest:
             raise InputError(
-                f"audio_length={length} does not fit this checkpoint: it makes sounds of up to {longest:g} seconds, for "
-                "example audio_length=10.0."
+                f"audio_length={length} does not fit this checkpoint: it makes sounds of up to {longest:g} seconds, "
+                "for example audio_length=10.0."
             )
         return (vae.config.latent_dim, math.ceil(length * self.sampling_rate / vae.downsampling_ratio))
 

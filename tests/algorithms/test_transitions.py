@@ -265,7 +265,7 @@ def test_two_steps_are_finite_and_one_step_is_deterministic():
         ({"sde_type": "sde"}, "sde_type='sde' is not known: use one of 'flow_sde', 'dance_sde', 'cps', 'ode'"),
         ({"noise_level": -0.1}, "noise_level=-0.1 must be a finite number of at least 0"),
         ({"noise_level": float("nan")}, "noise_level=nan"),
-        ({"sde_type": "cps", "noise_level": 1.0}, "noise_level=1.0 must be below 1 for sde_type='cps'"),
+        ({"sde_type": "cps", "noise_level": 1.1}, "noise_level=1.1 must be at most 1 for sde_type='cps'"),
         ({"sde_steps": [0, 10]}, r"sde_steps has 10, but a sampler of 10 steps has steps 0\.\.9"),
         ({"sde_steps": [-1]}, "sde_steps has -1"),
         ({"sde_steps": [9]}, r"the last step is an ODE step, use steps 0\.\.8"),
