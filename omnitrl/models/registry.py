@@ -22,8 +22,17 @@ FAMILIES: dict[str, str] = {
     "Flux2Pipeline": "omnitrl.models.flux2:Flux2Model",
     "FluxKontextPipeline": "omnitrl.models.flux:FluxKontextModel",
     "FluxPipeline": "omnitrl.models.flux:FluxModel",
+    "HunyuanImagePipeline": "omnitrl.models.hunyuan_image:HunyuanImageModel",
+    "HunyuanVideo15ImageToVideoPipeline": "omnitrl.models.hunyuan_video15:HunyuanVideo15ImageModel",
+    "HunyuanVideo15Pipeline": "omnitrl.models.hunyuan_video15:HunyuanVideo15Model",
+    "LTX2Pipeline": "omnitrl.models.ltx2:LTX2Model",
     "StableAudio3Pipeline": "omnitrl.models.stable_audio3:StableAudio3Model",
+    "QwenImageEditPipeline": "omnitrl.models.qwen_image_edit:QwenImageEditModel",
+    "QwenImageEditPlusPipeline": "omnitrl.models.qwen_image_edit:QwenImageEditPlusModel",
+    "QwenImagePipeline": "omnitrl.models.qwen_image:QwenImageModel",
     "StableDiffusion3Pipeline": "omnitrl.models.sd3:SD3Model",
+    "WanImageToVideoPipeline": "omnitrl.models.wan_i2v:WanImageToVideoModel",
+    "WanPipeline": "omnitrl.models.wan:WanModel",
     "ZImagePipeline": "omnitrl.models.z_image:ZImageModel",
 }
 

@@ -95,6 +95,7 @@ class LocalEngine:
             latents, first = self._start(noises, sampler.shape), 0
         kept = _Kept(params.keep_steps, len(requests), params.keep_means)
         latents = self._sample(latents, conditions, sampler, range(first, sampler.table.num_steps), noises, kept)
+        latents = model.final_latents(latents, conditions)
         media = model.decode(latents, params.size) if params.decode else [None] * len(requests)
         clean = latents if params.keep_clean else None
         return kept.trajectories(requests, media, sampler.table, self.weight_version, clean)

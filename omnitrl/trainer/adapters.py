@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from omnitrl.errors import InputError
 from omnitrl.models import FlowModel
 
 
-def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> None:
+def attach_adapters(
+    model: FlowModel, peft_config: PeftConfig | str | None, trainable_networks: Sequence[str] | None = None
+) -> None:
     """
     Makes the networks of `model` trainable: new adapters, saved adapters, or all weights.
 
@@ -27,10 +29,20 @@ def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> N
             Modified in place.
         peft_config (`PeftConfig` or `str`, *optional*):
             Configuration of new adapters (`target_modules` default to the family's), or folder or Hub id of saved ones
-            to go on with. `None` trains all weights, in float32.
+            to go on with, with a sub-folder for each network where there are several. `None` trains all weights, in
+            float32.
+        trainable_networks (`Sequence[str]`, *optional*):
+            Names of the networks that are trained; all by default.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: the model has no such network, or its adapters cannot be trained.
     """
     network: Any
+    chosen = _chosen_networks(model, trainable_networks)
     for name, network in model.networks.items():
+        if name not in chosen:
+            network.requires_grad_(False)
+            continue
         if isinstance(network, PeftModel):
             _refuse_second_adapter(name, peft_config)
             continue
@@ -48,7 +60,8 @@ def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> N
             for config in adapted.peft_config.values():
                 config.base_model_name_or_path = model.name or None
         elif isinstance(peft_config, str | Path):
-            model.networks[name] = _load_adapter(network, str(peft_config))
+            several = len(model.networks) > 1
+            model.networks[name] = _load_adapter(network, str(peft_config), {"subfolder": name} if several else {})
         else:
             raise InputError(
                 f"peft_config is a {type(peft_config).__name__}: pass a `LoraConfig`, a folder or Hub id of saved "
@@ -57,6 +70,18 @@ def attach_adapters(model: FlowModel, peft_config: PeftConfig | str | None) -> N
     trainable = [p for p in model.networks.parameters() if p.requires_grad]
     if not trainable:
         raise InputError("No weight is trainable: check `target_modules` and `inference_mode` of the peft_config.")
+
+
+def _chosen_networks(model: FlowModel, names: Sequence[str] | None) -> set[str]:
+    known = list(model.network_names)
+    if names is None:
+        return set(known)
+    if not names or not set(names) <= set(known):
+        raise InputError(
+            f"trainable_networks={list(names)} must name networks of the {type(model.pipeline).__name__}, which are "
+            f"{known}: use trainable_networks={known[-1:]}, or None for all."
+        )
+    return set(names)
 
 
 def _new_adapter(network: Any, config: PeftConfig, model: FlowModel) -> PeftModel:
@@ -101,9 +126,9 @@ def _checked(peft_config: PeftConfig) -> PeftConfig:
     return config
 
 
-def _load_adapter(network: nn.Module, source: str) -> PeftModel:
+def _load_adapter(network: nn.Module, source: str, place: dict[str, Any]) -> PeftModel:
     try:
-        return PeftModel.from_pretrained(network, source, is_trainable=True)
+        return PeftModel.from_pretrained(network, source, is_trainable=True, **place)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise InputError(
@@ -148,6 +173,6 @@ class ReferencePolicy:
                 yield self._copy.velocity
             else:
                 network: Any
-                for network in self._model.networks.values():
+                for network in self._model.trained_networks.values():
                     stack.enter_context(network.disable_adapter())
                 yield policy

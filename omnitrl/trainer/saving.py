@@ -11,6 +11,7 @@ networks are written with `save_pretrained`.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omnitrl.errors import RunError
 from omnitrl.models import FlowModel
+from omnitrl.models.base import LORA_FILE
 
 
-DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
+DIFFUSERS_LORA = LORA_FILE
 # On the Hub `load_lora_weights` takes the first file that ends in the name above, so the EMA's copy must not.
 DIFFUSERS_LORA_EMA = "pytorch_lora_weights_ema.safetensors"
 
@@ -47,7 +49,7 @@ def trained_weights(model: FlowModel, state_dict: dict[str, Tensor] | None = Non
         [`~omnitrl.errors.RunError`]: an adapter has more tensors than were found; PEFT drops what it cannot match.
     """
     result: dict[str, dict[str, Tensor]] = {}
-    for name, network in model.networks.items():
+    for name, network in model.trained_networks.items():
         prefix = f"networks.{name}."
         given = state_dict and {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         if isinstance(network, PeftModel):
@@ -110,11 +112,11 @@ def save_networks(
         model ([`FlowModel`]):
             Its networks are `PeftModel`s or plain networks.
         folder (`str` or `Path`):
-            Created if needed. A second network goes to a sub-folder of its name.
+            Created if needed. Where a model has several networks, each goes to a sub-folder of its name.
         weights (`dict[str, dict[str, Tensor]]`, *optional*):
             What to write by network, where that is not what the modules hold; see [`whole_weights`].
         lora_name (`str`):
-            Name of the diffusers file.
+            Name of the diffusers file, of the first network's if there are several.
 
     Returns:
         `list[Path]`: The weight files.
@@ -124,17 +126,13 @@ def save_networks(
     weights = weights or trained_weights(model)
     several = len(model.networks) > 1
     written: list[Path] = []
-    lora_layers: dict[str, Any] = {}
-    for name, network in model.networks.items():
+    for name, network in model.trained_networks.items():
         tensors = {key: tensor.contiguous() for key, tensor in weights[name].items()}
         if isinstance(network, PeftModel):
             written.append(_save_peft(network, folder / name if several else folder, tensors))
-            lora_layers |= _diffusers_layers(name, network, tensors) if model.loads_lora else {}
+            written += _save_for_diffusers(model, name, folder / model.lora_file(name, lora_name), tensors)
         else:
             written += _save_plain(network, folder / name, tensors)
-    if lora_layers:
-        type(model.pipeline).save_lora_weights(folder, weight_name=lora_name, **lora_layers)
-        written.append(folder / lora_name)
     return written
 
 
@@ -191,14 +189,18 @@ def _save_peft(network: PeftModel, folder: Path, tensors: dict[str, Tensor]) -> 
     return folder / PEFT_WEIGHTS
 
 
-def _diffusers_layers(name: str, network: PeftModel, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What `save_lora_weights` takes; nothing for adapters that are no LoRA, which diffusers cannot load."""
+def _save_for_diffusers(model: FlowModel, name: str, path: Path, tensors: dict[str, Tensor]) -> list[Path]:
+    """One network's adapter for `load_lora_weights`; none for adapters that are no LoRA, which it cannot load."""
+    network: Any = model.networks[name]
     config = network.peft_config[network.active_adapter]
-    if not isinstance(config, LoraConfig):
-        return {}
+    if not isinstance(config, LoraConfig) or not model.loads_lora:
+        return []
     metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     layers = {key.removeprefix(_PEFT_PREFIX): tensor for key, tensor in tensors.items()}
-    return {f"{name}_lora_layers": layers, f"{name}_lora_adapter_metadata": metadata}
+    first = model.network_names[0]  # which a loader takes each file's network for, unless it is told another
+    given: dict[str, Any] = {f"{first}_lora_layers": layers, f"{first}_lora_adapter_metadata": metadata}
+    type(model.pipeline).save_lora_weights(path.parent, weight_name=path.name, **given)
+    return [path]
 
 
 def load_snippet(model: FlowModel, adapter: bool, repo: str) -> str:
@@ -207,20 +209,31 @@ def load_snippet(model: FlowModel, adapter: bool, repo: str) -> str:
     if adapter and not model.loads_lora:
         lines = [f"import torch\nfrom diffusers import {pipeline}\nfrom peft import PeftModel\n"]
         lines.append(f'pipe = {pipeline}.from_pretrained("{base}", dtype=torch.bfloat16)')
-        for name in model.networks:
+        for name in model.trained_networks:
             place = f'"{repo}", subfolder="{name}"' if len(model.networks) > 1 else f'"{repo}"'
             lines.append(f"pipe.{name} = PeftModel.from_pretrained(pipe.{name}, {place})")
         return "\n".join(lines) + "\n"
     if adapter:
+        loads = "".join(
+            f"pipe.load_lora_weights({', '.join([json.dumps(repo), *arguments])})\n"
+            for arguments in _loading_arguments(model)
+        )
         return (
             f"import torch\nfrom diffusers import {pipeline}\n\n"
-            f'pipe = {pipeline}.from_pretrained("{base}", dtype=torch.bfloat16)\n'
-            f'pipe.load_lora_weights("{repo}")\n'
+            f'pipe = {pipeline}.from_pretrained("{base}", dtype=torch.bfloat16)\n{loads}'
         )
     loads = "".join(
         f'{name} = {type(network).__name__}.from_pretrained("{repo}", subfolder="{name}")\n'
-        for name, network in model.networks.items()
+        for name, network in model.trained_networks.items()
     )
-    classes = ", ".join(sorted({pipeline, *(type(network).__name__ for network in model.networks.values())}))
-    given = ", ".join(f"{name}={name}" for name in model.networks)
+    classes = ", ".join(sorted({pipeline, *(type(network).__name__ for network in model.trained_networks.values())}))
+    given = ", ".join(f"{name}={name}" for name in model.trained_networks)
     return f'from diffusers import {classes}\n\n{loads}pipe = {pipeline}.from_pretrained("{base}", {given})\n'
+
+
+def _loading_arguments(model: FlowModel) -> list[list[str]]:
+    """For each trained network the arguments of `load_lora_weights` as they are written."""
+    several = len(model.networks) > 1
+    files = {name: {"weight_name": model.lora_file(name)} if several else {} for name in model.trained_networks}
+    given = [{**files[name], **model.lora_arguments(name)} for name in files]
+    return [[f"{key}={json.dumps(v) if isinstance(v, str) else repr(v)}" for key, v in one.items()] for one in given]
