@@ -191,7 +191,7 @@ class FlowModel(ABC):
         return {}
 
     def visual_latents(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> Tensor:
-        """What `decode_pixels` takes of latents (B, ...): all of them, or of several modalities the one that is seen."""
+        """What `decode_pixels` takes of latents (B, ...): all, or of several modalities the one that is seen."""
         return latents
 
     def size_of(self, row: dict[str, Any], size: MediaSize = CHECKPOINT_SIZE) -> MediaSize:

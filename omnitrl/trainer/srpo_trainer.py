@@ -15,6 +15,7 @@ from omnitrl.algorithms import (
     srpo_loss,
 )
 from omnitrl.errors import InputError
+from omnitrl.models import MediaSize
 from omnitrl.rewards import DifferentiableRewards, RewardRunner
 from omnitrl.rollout import SampleNoise, SampleRequest, SamplingParams, Trajectory, stable_seed
 from omnitrl.trainer.aligning import NUM_POINTS, AlignBatch, AlignBatches, AlignSample
@@ -164,7 +165,7 @@ class SRPOTrainer(RolloutTrainer):
         generator = torch.Generator().manual_seed(0)
         latents = torch.randn(2, *self.latent_shape, generator=generator).to(self.args.device)
         with torch.no_grad():
-            pixels = self.pixels_of(latents)
+            pixels = self.pixels_of(latents, self.size)
         self.differentiable.probe(pixels, rows)
 
     # Rollout
@@ -225,15 +226,16 @@ class SRPOTrainer(RolloutTrainer):
             )
         return AlignSample(trajectory.clean_latents, noise, 1 + seed % (NUM_POINTS - 1), row, praised, blamed)
 
-    def pixels_of(self, latents: Tensor) -> Tensor:
-        """Pixels (B, 3, H, W) in [0, 1] of clean latents (B, ...), with gradient."""
-        return (self.flow_model.decode_pixels(latents).float() / 2 + 0.5).clamp(0, 1)
+    def pixels_of(self, latents: Tensor, size: MediaSize) -> Tensor:
+        """Pixels (B, 3, H, W) in [0, 1] of clean latents (B, ...) of media of a size, with gradient."""
+        seen = self.flow_model.visual_latents(latents, size)
+        return (self.flow_model.decode_pixels(seen).float() / 2 + 0.5).clamp(0, 1)
 
     def compute_row_losses(self, model: nn.Module, batch: AlignBatch, source: RolloutBuffer) -> Tensor:
         """How far the preference of each recovered sample is below the margin, (R,)."""
         velocity = self.call_policy(model, batch)
         latents = direct_align_recover(batch.latents, velocity, batch.noise, batch.sigma_from, batch.sigma_to)
-        pixels = self.pixels_of(latents)
+        pixels = self.pixels_of(latents, self.size_of(source.index))
         praised = self._rewards_of(pixels, batch, [sample.praised for sample in batch.samples])
         self._log_rewards(praised)
         preference = self._total(praised)

@@ -310,12 +310,13 @@ def test_latents_decode_and_encode(tiny, model):
     """Shapes of a round trip, and the gradient of the decoder, which some algorithms follow."""
     shape = model.latent_shape(tiny.size)
     latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
-    pixels = model.decode_pixels(latents)
+    seen = model.visual_latents(latents, tiny.size)
+    pixels = model.decode_pixels(seen)
     pixels.square().mean().backward()
     assert latents.grad.isfinite().all()
     assert latents.grad.abs().max() > 0
     with torch.no_grad():
         encoded = model.encode_pixels(pixels.detach().clamp(-1, 1))
-    assert encoded.shape == latents.shape
+    assert encoded.shape == seen.shape
     assert encoded.isfinite().all()
     assert torch.equal(encoded, model.encode_pixels(pixels.detach().clamp(-1, 1)))

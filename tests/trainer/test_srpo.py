@@ -39,7 +39,7 @@ def test_the_exact_velocity_gives_the_sample_back(tmp_path, branch):
     batch = batches[0]
     clean = torch.stack([t.clean_latents for t in buffer.trajectories])
     seen = []
-    run.pixels_of = lambda latents: seen.append(latents) or torch.zeros(4, 3, 8, 8)
+    run.pixels_of = lambda latents, size: seen.append(latents) or torch.zeros(4, 3, 8, 8)
     run.compute_row_losses(lambda *_: batch.noise - clean, batch, buffer)
     assert (seen[0] - clean).abs().max() < 1e-5
 
