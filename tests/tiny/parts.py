@@ -13,6 +13,7 @@ from transformers import (
     CLIPTokenizer,
     GemmaTokenizer,
     Qwen2Tokenizer,
+    Qwen3Config,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -93,6 +94,19 @@ def qwen_tokenizer():
     )
     tokenizer.chat_template = _CHAT_TEMPLATE
     return tokenizer
+
+
+def qwen3_config(tokenizer, layers, width=WIDTH):
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+    )
 
 
 def gemma_tokenizer(max_length=16):
