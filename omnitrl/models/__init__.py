@@ -3,13 +3,14 @@
 
 from omnitrl.models.base import AudioModel, FlowModel, Policy, VideoModel, stock_sigma_table
 from omnitrl.models.conditions import Conditions
-from omnitrl.models.registry import FAMILIES, family_of, load_flow_model
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
+from omnitrl.models.registry import FAMILIES, family_of, load_flow_model, register_family
+from omnitrl.models.size import CHECKPOINT_SIZE, SIZE_COLUMNS, MediaSize
 
 
 __all__ = [
     "CHECKPOINT_SIZE",
     "FAMILIES",
+    "SIZE_COLUMNS",
     "AudioModel",
     "Conditions",
     "FlowModel",
@@ -18,5 +19,6 @@ __all__ = [
     "VideoModel",
     "family_of",
     "load_flow_model",
+    "register_family",
     "stock_sigma_table",
 ]

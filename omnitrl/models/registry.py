@@ -39,12 +39,54 @@ FAMILIES: dict[str, str] = {
 INDEX = "model_index.json"
 
 
+GUIDE = "docs/source/add_a_model.md"
+
+# What `register_family` has added: families and pipeline classes by the name of the pipeline class.
+_REGISTERED: dict[str, type[FlowModel]] = {}
+_PIPELINES: dict[str, type] = {}
+
+
+def register_family(pipeline_class: str | type, family: type[FlowModel]) -> None:
+    """
+    Makes `family` the one that serves a pipeline class, for checkpoints, loaded pipelines and the command line.
+
+    Args:
+        pipeline_class (`str` or `type`):
+            A pipeline class of diffusers by name, or one of your own, which then loads its checkpoints too. A known
+            one is served by `family` from now on.
+        family (`type[FlowModel]`):
+            What serves it.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: `family` is no subclass of [`FlowModel`], or lacks a part of one.
+
+    Example:
+
+    ```python
+    >>> register_family("AuraFlowPipeline", AuraFlowModel)
+    >>> model = load_flow_model("fal/AuraFlow-v0.3")
+    ```
+    """
+    if not (isinstance(family, type) and issubclass(family, FlowModel)):
+        raise InputError(f"family={family!r} is no subclass of `FlowModel`: see {GUIDE}.")
+    missing = sorted(family.__abstractmethods__)
+    if missing:
+        raise InputError(f"{family.__name__} does not implement {', '.join(missing)}: see {GUIDE}.")
+    if isinstance(pipeline_class, type):
+        _PIPELINES[pipeline_class.__name__] = pipeline_class
+        pipeline_class = pipeline_class.__name__
+    _REGISTERED[pipeline_class] = family
+
+
 def family_of(pipeline_class: str, where: str = "the pipeline") -> type[FlowModel]:
     """The [`FlowModel`] class that serves a diffusers pipeline class, or an error that lists the known ones."""
+    if pipeline_class in _REGISTERED:
+        return _REGISTERED[pipeline_class]
     if pipeline_class not in FAMILIES:
         raise InputError(
             f"{where} is a {pipeline_class!r}, a family that omnitrl does not know. Known are: "
-            f"{', '.join(sorted(FAMILIES))}. Pass a `FlowModel` of your own to train another one."
+            f"{', '.join(sorted(FAMILIES | _REGISTERED))}. {GUIDE} shows how to add one: pass a `FlowModel` of your "
+            "own as model, or name its class with `register_family`."
         )
     module, _, name = FAMILIES[pipeline_class].partition(":")
     return getattr(import_module(module), name)
@@ -99,19 +141,33 @@ def _pipeline_class() -> type:
 
 
 def _load_pipeline(model: str, kwargs: dict[str, Any]) -> DiffusionPipeline:
-    import diffusers
-
     index = read_model_index(model, kwargs.get("revision"))
     name = index["_class_name"]
     family_of(name, where=f"{model!r}")
+    pipeline_class = _class_of(name, model)
     # diffusers saves an absent component as [null, null] but refuses to load one that is not named as None.
     absent = {key: None for key, value in index.items() if isinstance(value, list) and value[0] is None}
     try:
-        return getattr(diffusers, name).from_pretrained(model, **{**absent, **kwargs})
+        return pipeline_class.from_pretrained(model, **{**absent, **kwargs})
     except OSError as error:
         raise InputError(
             f"The weights of {model!r} cannot be loaded ({_first_line(error)}): check that the folder holds each "
             f"component that its {INDEX} lists, or download the checkpoint again."
+        ) from error
+
+
+def _class_of(name: str, model: str) -> Any:
+    """The pipeline class of that name: one that was registered, or that of the installed diffusers."""
+    import diffusers
+
+    if name in _PIPELINES:
+        return _PIPELINES[name]
+    try:
+        return getattr(diffusers, name)
+    except AttributeError as error:
+        raise InputError(
+            f"{model!r} is a {name!r}, which diffusers {diffusers.__version__} does not have: use a newer one, "
+            "`pip install --upgrade diffusers`, or register your own class with `register_family`."
         ) from error
 
 

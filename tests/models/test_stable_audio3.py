@@ -149,7 +149,7 @@ def test_the_code_that_loads_the_adapter_runs(model, tmp_path):
     trained.pipeline.save_pretrained(tmp_path / "base")
     attach_adapters(trained, LoraConfig(r=2, init_lora_weights=False))
     save_networks(trained, tmp_path / "adapter")
-    code = load_snippet(model, adapter=True, repo=str(tmp_path / "adapter"))
+    code = load_snippet(trained, adapter=True, repo=str(tmp_path / "adapter"))
     assert "PeftModel.from_pretrained(pipe.transformer, " in code
     code = code.replace("path/to/the/base/model", str(tmp_path / "base")).replace("bfloat16", "float32")
     made = {}
