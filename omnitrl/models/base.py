@@ -7,12 +7,14 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from omnitrl.algorithms import SigmaTable, make_sigma_table
 from omnitrl.errors import InputError
@@ -303,6 +305,10 @@ class FlowModel(ABC):
         )
         return self.encode_pixels(pixels.to(self.device)).float()
 
+    def networks_at(self, timesteps: Tensor) -> list[str]:
+        """Name of the network that each of the timesteps (B,) is for."""
+        return [self.network_names[0]] * len(timesteps)
+
     def init_latents(self, noise: Tensor) -> Tensor:
         """Latents at the first sigma from unit noise (B, ...). At sigma = 1 that is the noise itself."""
         return noise
@@ -572,10 +578,15 @@ class Policy(nn.Module):
         return len(blocks)
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **_: Any) -> None:
-        """Called by `transformers.Trainer`; diffusers networks have their own switch (non-reentrant by default)."""
+        """
+        Called by `transformers.Trainer`; diffusers networks have their own switch.
+
+        They are told the function: their default one takes no keywords, with which `HunyuanImageTransformer2DModel`
+        calls its blocks.
+        """
         network: Any
         for network in self.networks.values():
-            network.enable_gradient_checkpointing()
+            network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **_: Any) -> None:
         """The name that transformers < 5.20 calls."""

@@ -9,6 +9,7 @@ latents, its media, its sigmas, its LoRA loader.
 import itertools
 import json
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -200,7 +201,9 @@ def gradients(tiny, prepare):
     inputs = model.example_inputs(2, size=tiny.size)
     policy = prepare(policy, model) or policy
     policy(**inputs, guidance_scale=tiny.guidance_scale).square().mean().backward()
-    return {name: p.grad for name, p in model.networks.named_parameters() if p.grad is not None}
+    # A weight that has no way to the output has no gradient, or one of zeros where its block is compiled.
+    named = model.networks.named_parameters()
+    return {name: p.grad for name, p in named if p.grad is not None and p.grad.any()}
 
 
 def relative(a, b):
@@ -210,17 +213,31 @@ def relative(a, b):
 
 
 def test_checkpointed_gradients_are_equal(tiny):
-    calls = []
+    calls = Counter()
 
     def checkpointed(policy, model):
         policy.gradient_checkpointing_enable()
         model.networks.train()
-        blocks = set(policy._no_split_modules)
-        block = next(m for m in model.transformer.modules() if type(m).__name__ in blocks)
-        block.register_forward_pre_hook(lambda *_: calls.append(1))
+        classes = set(policy._no_split_modules)
+        for block in (m for m in model.networks.modules() if type(m).__name__ in classes):
+            block.register_forward_pre_hook(lambda module, _: calls.update([module]))
 
     assert relative(gradients(tiny, lambda *_: None), gradients(tiny, checkpointed)) <= 1e-5
-    assert len(calls) >= 2  # forward, and again in the backward
+    # In the forward, and again in the backward: blocks, but no embeddings, which may be wrapped too.
+    assert 2 * len([block for block, count in calls.items() if count == 2]) >= len(calls)
+
+
+@pytest.mark.slow
+def test_compiled_gradients_are_equal(tiny):
+    """Of graphs that are captured and differentiated as for any backend, and run by PyTorch's own kernels."""
+
+    def compiled(policy, model):
+        torch.compiler.reset()
+        assert policy.compile_blocks("aot_eager") > 0
+
+    plain, traced = gradients(tiny, lambda *_: None), gradients(tiny, compiled)
+    assert relative(plain, traced) <= 1e-5
+    assert all("_orig_mod" not in name for name in traced)
 
 
 def test_wrap_classes_are_there_and_hold_most_weights(tiny, model):
@@ -229,7 +246,7 @@ def test_wrap_classes_are_there_and_hold_most_weights(tiny, model):
         blocks = [m for m in network.modules() if type(m).__name__ in classes]
         wrapped = {id(p) for block in blocks for p in block.parameters()}
         share = sum(p.numel() for p in network.parameters() if id(p) in wrapped)
-        assert share > 0.3 * sum(p.numel() for p in network.parameters())
+        assert share > tiny.wrapped_share * sum(p.numel() for p in network.parameters())
 
 
 def test_the_plan_for_sequence_parallelism_is_that_of_diffusers(model):

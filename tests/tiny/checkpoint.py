@@ -39,12 +39,14 @@ class Tiny:
         guidance_scale: One that guides.
         num_images: Condition images of a row.
         image_sizes: (width, height) of the condition images of successive rows.
-        guidance: From the guidance scale to the stock pipeline's arguments.
+        guidance: From the guidance scale to the stock pipeline's arguments, or to components of it.
         arguments: Further arguments of the stock call.
         media: From the stock output to its media, one for each prompt.
         latents: From (model, stock latents, size) to latents as omnitrl has them.
         negative_prompt: What the stock call is told where omnitrl's row has no negative prompt.
         loads_lora: Whether the stock pipeline has a `load_lora_weights`.
+        wrapped_share: Least share of a network's weights that its blocks have; small where diffusers has the width of
+            other layers in its code.
     """
 
     build: Callable[[], Any]
@@ -59,6 +61,7 @@ class Tiny:
     latents: Callable[[Any, torch.Tensor, MediaSize], torch.Tensor] = _as_is
     negative_prompt: str | None = ""
     loads_lora: bool = True
+    wrapped_share: float = 0.3
 
     def model(self, **options):
         """A [`FlowModel`] of it."""
@@ -82,6 +85,8 @@ class Tiny:
             arguments["negative_prompt"] = row.get("negative_prompt") or self.negative_prompt
         arguments |= {"max_sequence_length": self.max_sequence_length, **sizes, **self.guidance(guidance)}
         arguments |= {"generator": torch.Generator().manual_seed(seed), **self.arguments}
+        for name in arguments.keys() & pipeline.components.keys():
+            setattr(pipeline, name, arguments.pop(name))
         if latents is not None:
             arguments["latents"] = latents
         return pipeline(**{key: value for key, value in arguments.items() if value is not LEFT_OUT})
