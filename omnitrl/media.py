@@ -238,7 +238,7 @@ def read_picture(value: Any, where: str, whole: bool = True) -> Image:
         return image.convert("RGB") if whole else image
     except FileNotFoundError as error:
         raise InputError(
-            f"{where} is the file {value}, which does not exist; the working folder is {Path.cwd()}."
+            f"{where} is the file {value!s}, which does not exist; the working folder is {Path.cwd()}."
         ) from error
     except (
         UnidentifiedImageError,
@@ -246,7 +246,7 @@ def read_picture(value: Any, where: str, whole: bool = True) -> Image:
         OSError,
         SyntaxError,
     ) as error:  # cut off, broken PNGs
-        what = f"the file {value}"
+        what = f"the file {value!s}"
         if isinstance(value, bytes):
             what = f"{len(value)} bytes of {name}" if name else f"{len(value)} bytes"
         raise InputError(f"{where} is no picture that can be read ({what}): leave the row out.") from error

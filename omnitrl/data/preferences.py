@@ -3,10 +3,11 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from omnitrl.data.prompts import likely_prompt_column, load_named, pick_split
+from omnitrl.data.rows import CHECKED_ROWS
 from omnitrl.errors import InputError
 from omnitrl.media import as_array, read_picture
 
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SIDES = ("chosen", "rejected")
-
-# Rows that are looked at before training begins, pictures included. Reading all of a set of a million pairs would take
-# longer than a short run; later rows are looked at when they are used.
-CHECKED_ROWS = 4096
 
 # Names of public datasets in which a label says which of two pictures is preferred (Pick-a-Pic).
 _LABELLED = ("jpg_0", "jpg_1", "label_0")
@@ -66,6 +63,30 @@ class PreferenceRows(Sequence[dict[str, Any]]):
         """Number of a row in the source, counted from 0."""
         return self._numbers[index]
 
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of the first row."""
+        return list(self[0])
+
+    def only(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """All rows, with these columns alone."""
+        import datasets
+
+        source = self._source
+        if isinstance(source, datasets.Dataset):  # which else reads the pictures too
+            source = source.select_columns([name for name in columns if name in source.column_names])
+        for number in self._numbers:
+            row = source[number]
+            yield {name: row[name] for name in columns if name in row}
+
+    def undecoded(self, index: int) -> dict[str, Any]:
+        """A row as it is: its pictures are decoded when they are used."""
+        return self[index]
+
+    def where(self, index: int) -> str:
+        """What to call a row in an error."""
+        return f"row {self.number(index)} of {self.name}"
+
     def checked(self, index: int) -> dict[str, Any]:
         """
         A row whose two pictures are there and can be read.
@@ -73,7 +94,7 @@ class PreferenceRows(Sequence[dict[str, Any]]):
         Raises:
             [`~omnitrl.errors.InputError`]: they are not; the message names the row.
         """
-        row, where = self[index], f"row {self.number(index)} of {self.name}"
+        row, where = self[index], self.where(index)
         prompt = row["prompt"]
         if not isinstance(prompt, str) or not prompt.strip():
             raise InputError(
@@ -108,7 +129,8 @@ def load_preferences(
     `caption`, `jpg_0`, `jpg_1` and `label_0` of Pick-a-Pic is taken as it is: `label_0` is 1 where `jpg_0` is
     preferred and 0 where `jpg_1` is, and rows with 0.5 (a tie) or no label are left out.
 
-    The first 4096 rows are checked, pictures included, and later ones when they are used.
+    Paths of pictures in a file are relative to its folder. The first 4096 rows are checked, pictures included, and
+    later ones when they are used.
 
     Args:
         source (`Dataset`, `DatasetDict`, `list[dict]`, `str` or `os.PathLike`):

@@ -8,29 +8,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnitrl.data.rows import with_paths
+from omnitrl.data.streamed import StreamedPrompts
 from omnitrl.errors import InputError, did_you_mean
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
 def load_prompts(
-    source: "Dataset | DatasetDict | Sequence[str] | Sequence[Mapping[str, Any]] | str | os.PathLike[str]",
+    source: "Dataset | DatasetDict | IterableDataset | IterableDatasetDict | StreamedPrompts | Sequence[str] | "
+    "Sequence[Mapping[str, Any]] | str | os.PathLike[str]",
     split: str = "train",
-) -> "Dataset":
+) -> "Dataset | StreamedPrompts":
     """
     Loads prompts and makes sure that they can be used: a column `prompt` of strings, none of them blank.
 
-    Files are read anew each time and nothing is cached, so that an edited file gives the new prompts.
+    Files are read anew each time and nothing is cached, so that an edited file gives the new prompts. Paths of
+    pictures in a file (`image`, `images`) are relative to its folder.
 
     Args:
-        source (`datasets.Dataset`, `datasets.DatasetDict`, `list[str]`, `list[dict]`, `str` or `os.PathLike`):
+        source (`Dataset`, `IterableDataset`, dictionary of either, `list[str]`, `list[dict]`, `str` or `os.PathLike`):
             One of
 
             - a dataset, which is returned as it is, or a dictionary of them, from which `split` is taken,
+            - a stream (`datasets.IterableDataset`), or a dictionary of them; its rows are checked as they are read,
             - a list of prompts, or a list of dictionaries that have a key `prompt`,
             - the path of a file: `.txt` with a prompt a line (blank lines are skipped, spaces around a prompt are
               cut off), `.jsonl` or `.json` with objects, `.csv`, `.parquet`,
@@ -40,7 +45,8 @@ def load_prompts(
             Which split to take where the source has several.
 
     Returns:
-        `datasets.Dataset`: the prompts, with all other columns of the source, which rewards receive by keyword.
+        `datasets.Dataset`, or [`~omnitrl.data.StreamedPrompts`] for a stream: the prompts, with all other columns of
+            the source, which rewards receive by keyword.
 
     Raises:
         [`~omnitrl.errors.InputError`]: if there is nothing at the source, if it has no such split, no rows, no column
@@ -59,13 +65,12 @@ def load_prompts(
     name = "The dataset"
     if isinstance(source, (str, os.PathLike)):
         name, source = str(source), load_named(source, split)
-    if isinstance(source, (datasets.IterableDataset, datasets.IterableDatasetDict)):
-        raise InputError(
-            "Prompts cannot be streamed, because groups are drawn by row number: take the rows you need with "
-            "`Dataset.from_list(list(ds.take(1000)))`."
-        )
-    if isinstance(source, datasets.DatasetDict):
+    if isinstance(source, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         source = pick_split(source, split, name)
+    if isinstance(source, StreamedPrompts):
+        return source
+    if isinstance(source, datasets.IterableDataset):
+        return StreamedPrompts(source)
     if isinstance(source, (list, tuple)):
         source = _from_rows(source, name)
     if not isinstance(source, datasets.Dataset):
@@ -90,7 +95,7 @@ def load_named(source: str | os.PathLike[str], split: str) -> "Dataset | Dataset
         )
     if path.is_file() and reader is not None:
         try:
-            return reader(path)
+            return with_paths(reader(path), path.parent)
         except UnicodeDecodeError as error:
             raise InputError(f"{source} is not UTF-8 text (byte {error.start}): save it as UTF-8.") from error
         except OSError as error:
@@ -130,7 +135,8 @@ def _from_hub(name: str, split: str) -> "Dataset":
         ) from error
 
 
-def pick_split(source: "DatasetDict", split: str, name: str) -> "Dataset":
+def pick_split(source: Any, split: str, name: str) -> Any:
+    """One dataset or stream of a dictionary of them."""
     if split not in source:
         raise InputError(
             f"{name} has no split {split!r}; it has {', '.join(source)}.{did_you_mean(split, source)} Name one of "
@@ -145,6 +151,7 @@ def _from_rows(rows: Sequence[Any], name: str) -> "Dataset":
     import pyarrow as pa
 
     rows = [{"prompt": row} if isinstance(row, str) else row for row in rows]
+    rows = [_with_strings(row) if isinstance(row, Mapping) else row for row in rows]
     columns: dict[str, None] = {}  # the keys of all rows, in order: `Dataset.from_list` takes those of the first row
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
@@ -157,6 +164,11 @@ def _from_rows(rows: Sequence[Any], name: str) -> "Dataset":
         return datasets.Dataset.from_dict({key: [row.get(key) for row in rows] for key in columns})
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise InputError(f"{name} has a column with values of several types ({error}): give it one type.") from error
+
+
+def _with_strings(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with paths as strings, which a dataset can hold."""
+    return {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in row.items()}
 
 
 def _read_text(path: Path) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from omnitrl.data import PreferenceRows, PromptStream, load_preferences, load_prompts, shard
 from omnitrl.data.preferences import SIDES, has_pairs
+from omnitrl.errors import InputError
 from omnitrl.rollout import stable_seed
 from omnitrl.trainer.adapters import ReferencePolicy
 from omnitrl.trainer.checkpoints import check_same
@@ -22,6 +23,7 @@ from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.noising import NoisedBatch, NoisedBatches, NoiseLevels
 from omnitrl.trainer.pair_latents import PairLatents
 from omnitrl.trainer.pair_loss import DPO_PAPER, PairLoss, pair_loss
+from omnitrl.trainer.prompt_rows import sizes_of
 from omnitrl.trainer.sampling_trainer import SamplingTrainer
 
 
@@ -81,6 +83,7 @@ class DiffusionDPOTrainer(SamplingTrainer):
     config_class = DiffusionDPOConfig
     needs_rewards = False
     trains_guided = False
+    draws_noise_levels = True
     control_option = "shuffle_preferences"
     _name = "DiffusionDPO"
     _tag_names = ("omnitrl", "diffusion-dpo")
@@ -109,7 +112,17 @@ class DiffusionDPOTrainer(SamplingTrainer):
         parts = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         for rows in (self.train_dataset, *parts):
             if isinstance(rows, PreferenceRows):
+                self._check_one_size(rows)
                 self.latents.check(rows)
+
+    def _check_one_size(self, rows: PreferenceRows) -> None:
+        for index, size in enumerate(sizes_of(self.flow_model, rows, self.args.media_size)):
+            if size != self.size:
+                raise InputError(
+                    f"{type(self).__name__} brings all pictures to one size, {self.size}, but row "
+                    f"{rows.number(index)} of {rows.name} asks for {size}: leave the columns of sizes out, and set "
+                    "height and width instead, for example height=512, width=512."
+                )
 
     @property
     def pairs_per_update(self) -> int:

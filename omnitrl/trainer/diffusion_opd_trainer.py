@@ -109,7 +109,7 @@ class DiffusionOPDTrainer(ReplayTrainer):
             return
         dtype = {"dtype": self.flow_model.dtype} if isinstance(self._teacher_model, str) else {}
         teacher = load_flow_model(self._teacher_model, args.max_sequence_length, **dtype)
-        self.teacher = Teacher.of_model(teacher, self.flow_model, self.size)
+        self.teacher = Teacher.of_model(teacher, self.flow_model, self.sizes)
 
     def _begin(self) -> None:
         self._encoded = None

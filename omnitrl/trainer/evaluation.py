@@ -5,17 +5,30 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omnitrl.data import naming
+from omnitrl.models import MediaSize
 from omnitrl.report import EvaluationRecord, Sample
 from omnitrl.rollout import SampleRequest, SamplingParams, stable_seed
 from omnitrl.trainer.metrics import gather_list
+from omnitrl.trainer.prompt_rows import Rows, numbered, sizes_of
 
 
 if TYPE_CHECKING:
     from omnitrl.trainer.sampling_trainer import SamplingTrainer
+
+
+@dataclass
+class _Part:
+    """What this rank samples of one media size: requests, and which sample of the evaluation each of them is."""
+
+    size: MediaSize
+    requests: list[SampleRequest]
+    positions: list[int]  # of the requests but for those at the end that only fill the share
 
 
 def evaluate_prompts(
@@ -25,13 +38,13 @@ def evaluate_prompts(
     Scores every prompt of `dataset` `num_generations_eval` times, whatever the number of ranks.
 
     The seed of a sample is a function of the run's seed, the row and the member, so every evaluation of a run starts
-    from the same noise. Ranks take equal shares; a rank that would have fewer repeats a sample, so that collective
-    network calls stay in step, and the repetition is dropped before anything is averaged.
+    from the same noise. Of each media size, ranks take equal shares; a rank that would have fewer repeats a sample, so
+    that collective network calls stay in step, and the repetition is dropped before anything is averaged.
 
     Args:
         trainer ([`SamplingTrainer`]):
             Samples and scores.
-        dataset (`Iterable[dict]`):
+        dataset (`Dataset` or `PreferenceRows`):
             Rows with a `prompt`.
         prefix (`str`):
             Of the metrics.
@@ -42,29 +55,21 @@ def evaluate_prompts(
         `dict[str, float]`: metrics with `prefix`, those of `also` first.
     """
     args, started = trainer.args, time.perf_counter()
-    members = args.num_generations_eval
-    requests = [
-        SampleRequest(row, i, m, stable_seed(args.seed, "eval", i, m))
-        for i, row in enumerate(dataset)
-        for m in range(members)
-    ]
-    if members > 1:  # pictures are of different prompts first
-        requests.sort(key=lambda request: request.member)
-    share = math.ceil(len(requests) / args.world_size)
-    first = args.process_index * share
-    mine = requests[first : first + share]
-    padded = mine + [requests[-1]] * (share - len(mine))
-    rows, shown = _score(trainer, padded, prefix, wanted=args.num_samples_to_save if first == 0 else 0)
-    gathered = gather_list(rows[: len(mine)])
-    rewards = torch.tensor(gathered, dtype=torch.float32)  # (N, F)
+    parts = _parts(trainer, numbered(dataset, "eval_dataset"))
+    # Every rank knows its own media only; the first one's are pictured, and they begin with the first samples.
+    mine = {p: request for part in parts for p, request in zip(part.positions, part.requests, strict=False)}
+    wanted = sorted(mine)[: args.num_samples_to_save if args.process_index == 0 else 0]
+    scores, media = _score(trainer, parts, prefix, set(wanted))
+    gathered = sorted(gather_list(scores))
+    rewards = torch.tensor([values for _, values in gathered], dtype=torch.float32)  # (N, F)
     total = torch.full((len(rewards),), math.nan) if trainer.rewards is None else trainer.rewards.total(rewards)
     metrics = dict(also or {})
     if trainer.rewards is not None:
         metrics |= _metrics(trainer.rewards.names, rewards, total, prefix)
     metrics[f"{prefix}_runtime"] = round(time.perf_counter() - started, 3)
     samples = [
-        Sample.of(request.row["prompt"], media, float(reward))
-        for request, media, reward in zip(requests, shown, total, strict=False)
+        Sample(prompt=mine[position].row["prompt"], image=media[position], reward=float(total[position]))
+        for position in wanted
     ]
     trainer.report.record_evaluation(
         EvaluationRecord(step=trainer.state.global_step, name=prefix, metrics=metrics, samples=samples)
@@ -72,25 +77,61 @@ def evaluate_prompts(
     return metrics
 
 
-def _score(
-    trainer: SamplingTrainer, requests: list[SampleRequest], prefix: str, wanted: int
-) -> tuple[list[list[float]], list[Any]]:
-    """Reward rows of `requests`, and the media of the first `wanted`."""
+def _parts(trainer: SamplingTrainer, rows: Rows) -> list[_Part]:
+    """This rank's share of the samples of each size; pictures are of different prompts first."""
     args = trainer.args
-    params = SamplingParams(
-        num_inference_steps=args.num_inference_steps_eval,
-        guidance_scale=trainer.guidance_scale,
-        size=trainer.size,
-    )
-    media: list[Any] = []
-    done = 0
-    scoring = trainer.new_scoring()
-    for batch in trainer.engine.generate(requests, params):
-        scoring.submit(batch)
-        media += [t.media for t in batch[: max(wanted - len(media), 0)]]
-        done += len(batch)
-        trainer.progress.phase(f"{prefix} {done}/{len(requests)}")
-    return scoring.collect().rewards.tolist(), media
+    order = [(index, member) for member in range(args.num_generations_eval) for index in range(len(rows))]
+    sizes = sizes_of(trainer.flow_model, rows, args.media_size)
+    read: dict[int, dict[str, Any]] = {}
+    parts = []
+    for size in dict.fromkeys(sizes):
+        positions = [place for place, (index, _) in enumerate(order) if sizes[index] == size]
+        share = math.ceil(len(positions) / args.world_size)
+        mine = positions[args.process_index * share :][:share]
+        requests = []
+        for place in mine + positions[-1:] * (share - len(mine)):
+            index, member = order[place]
+            if index not in read:
+                read[index] = _row(trainer, rows, index)
+            seed = stable_seed(args.seed, "eval", index, member)
+            requests.append(SampleRequest(read[index], index, member, seed))
+        parts.append(_Part(size, requests, mine))
+    return parts
+
+
+def _row(trainer: SamplingTrainer, rows: Rows, index: int) -> dict[str, Any]:
+    """A row whose condition images can be read."""
+    row = rows[index]
+    if trainer.flow_model.num_images[1]:
+        with naming(rows.where(index)):
+            trainer.flow_model.images(row)
+    return row
+
+
+def _score(
+    trainer: SamplingTrainer, parts: list[_Part], prefix: str, wanted: set[int]
+) -> tuple[list[tuple[int, list[float]]], dict[int, Any]]:
+    """Reward row of each of this rank's samples by its position, and the media at those that are `wanted`."""
+    args = trainer.args
+    params = SamplingParams(num_inference_steps=args.num_inference_steps_eval, guidance_scale=trainer.guidance_scale)
+    media: dict[int, Any] = {}
+    done, scoring, count = 0, trainer.new_scoring(), sum(len(part.requests) for part in parts)
+    places = [place for part in parts for place in _filled(part)]
+    for part in parts:
+        for batch in trainer.engine.generate(part.requests, replace(params, size=part.size)):
+            scoring.submit(batch)
+            for place, trajectory in zip(places[done:], batch, strict=False):
+                if place in wanted:
+                    media[place] = trajectory.media
+            done += len(batch)
+            trainer.progress.phase(f"{prefix} {done}/{count}")
+    rewards = scoring.collect().rewards.tolist()
+    return [(place, row) for place, row in zip(places, rewards, strict=True) if place is not None], media
+
+
+def _filled(part: _Part) -> list[int | None]:
+    """Position of each request, `None` for those that only fill the share."""
+    return [*part.positions, *[None] * (len(part.requests) - len(part.positions))]
 
 
 def _metrics(names: list[str], rewards: torch.Tensor, total: torch.Tensor, prefix: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from omnitrl.algorithms import guard_policy_loss, transition_table
+from omnitrl.models import MediaSize
 from omnitrl.trainer.grpo_guard_config import GRPOGuardConfig
 from omnitrl.trainer.replay_trainer import PolicyGradientTrainer, Replayed
 from omnitrl.trainer.rollouts import ReplayBatch, RolloutBuffer
@@ -82,18 +83,26 @@ class GRPOGuardTrainer(PolicyGradientTrainer):
     weighs_modalities = False
 
     @cached_property
-    def step_weights(self) -> Tensor:
+    def _step_weights(self) -> dict[MediaSize, Tensor]:
+        """Those that have been computed."""
+        return {}
+
+    def step_weights(self, size: MediaSize) -> Tensor:
         """
         Weight (T,) of each step: 1 / |velocity coefficient|, which is the size of its gradient otherwise.
+
+        The noise levels of a step may depend on the media size, and so do the weights.
 
         It is scaled by the mean of that size over all steps that the run can train, so that the gradient is on average
         as large as without weights: learning rate, `max_grad_norm` and `beta` keep their meaning. The mean is not that
         of one rollout's window, or a window of one step would undo its own weight.
         """
-        args, steps = self.args, list(self.args.reachable_steps)
-        sigmas = self.flow_model.sigmas(args.num_inference_steps, self.size).sigmas
-        size = transition_table(sigmas, args.sde_type, args.noise_level, steps).velocity_coef.abs()
-        return (size[steps].mean() / size).to(args.device)
+        if size not in self._step_weights:
+            args, steps = self.args, list(self.args.reachable_steps)
+            sigmas = self.flow_model.sigmas(args.num_inference_steps, size).sigmas
+            pull = transition_table(sigmas, args.sde_type, args.noise_level, steps).velocity_coef.abs()
+            self._step_weights[size] = (pull[steps].mean() / pull).to(args.device)
+        return self._step_weights[size]
 
     def policy_loss(self, replayed: Replayed, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor:
         """The clipped loss of the normalised ratio, (R,)."""
@@ -108,7 +117,7 @@ class GRPOGuardTrainer(PolicyGradientTrainer):
             args.epsilon,
             args.epsilon_high,
             args.advantage_clip,
-            weight=self.step_weights[batch.steps] if args.reweight else None,
+            weight=self.step_weights(self.size_of(buffer.index))[batch.steps] if args.reweight else None,
         )
         self.log_clipping(policy)
         self.metrics.add("guard/ratio_mean", policy.ratio)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from omnitrl.data import PreferenceRows
-from omnitrl.data.preferences import CHECKED_ROWS, SIDES
+from omnitrl.data.preferences import SIDES
+from omnitrl.data.rows import CHECKED_ROWS
 from omnitrl.errors import InputError
 from omnitrl.media import as_array, read_picture
 from omnitrl.models import FlowModel, MediaSize

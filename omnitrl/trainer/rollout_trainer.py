@@ -6,9 +6,11 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,13 +24,15 @@ from omnitrl.algorithms import (
     transition_table,
     zero_std_fraction,
 )
-from omnitrl.data import PromptStream
+from omnitrl.data import BucketStream, PromptFeed, StoredFeed, StoredRows, StreamedPrompts, StreamFeed, naming
+from omnitrl.data.streamed import SHUFFLE_BUFFER
 from omnitrl.errors import InputError, RunError
 from omnitrl.models import MediaSize
 from omnitrl.rollout import SampleRequest, SamplingParams, Trajectory, stable_seed
 from omnitrl.trainer.checkpoints import check_prompts, check_same, plan_of
 from omnitrl.trainer.merging import check_merging, merged_adapters
 from omnitrl.trainer.metrics import gather_list
+from omnitrl.trainer.prompt_rows import size_of_row
 from omnitrl.trainer.rollout_config import RolloutConfig
 from omnitrl.trainer.rollouts import RolloutBuffer, RolloutPlan, Units
 from omnitrl.trainer.sampling_trainer import MicroBatch, SamplingTrainer
@@ -58,13 +62,12 @@ class RolloutTrainer(SamplingTrainer):
 
     # Set-up
 
-    @property
-    def plan(self) -> RolloutPlan:
+    @cached_property
+    def _plan(self) -> RolloutPlan:
         """Which samples each rollout is made of."""
-        args, rows = self.args, self.train_rows
+        args = self.args
         return RolloutPlan(
-            rows,
-            PromptStream(len(rows), args.prompts_per_rollout, args.seed, args.shuffle_dataset),
+            self._feed(),
             args.num_generations,
             args.seed,
             args.same_init_noise,
@@ -72,18 +75,38 @@ class RolloutTrainer(SamplingTrainer):
             args.world_size,
         )
 
+    def _feed(self) -> PromptFeed:
+        """Which rows each rollout takes."""
+        args, rows = self.args, self.train_rows
+        if isinstance(rows, StreamedPrompts):
+            prompts = rows.shuffled(args.seed) if args.shuffle_dataset else rows
+            return StreamFeed(prompts, args.prompts_per_rollout, self._size_of_streamed)
+        stream = BucketStream(self.row_sizes, args.prompts_per_rollout, args.seed, args.shuffle_dataset)
+        return StoredFeed(StoredRows(rows, "train_dataset"), stream)
+
+    def _size_of_streamed(self, row: dict[str, Any]) -> MediaSize:
+        return size_of_row(self.flow_model, row, self.args.media_size)
+
     def micro_steps_per_epoch(self) -> int:
-        self._plan = self.plan
-        steps = self._plan.stream.rollouts_per_epoch * self.args.micro_steps_per_rollout
+        """Of a stream, whose length is not known, an epoch is the whole run."""
         accumulation = self.args.gradient_accumulation_steps
+        feed = self._plan.feed
+        if not isinstance(feed, StoredFeed):
+            return self.args.max_steps * accumulation
+        steps = feed.stream.rollouts_per_epoch * self.args.micro_steps_per_rollout
         return math.ceil(steps / accumulation) * accumulation
 
     def check_other_prompts(self) -> None:
-        """Raises unless there are two rows, which a control needs that mixes up prompts."""
-        if len(self.train_rows) < 2:
+        """Raises unless there are two rows of each size, which a control needs that mixes up prompts."""
+        if isinstance(self.train_rows, StreamedPrompts):
+            fewest, what = self.args.prompts_per_rollout, "a rollout of a stream has {} prompt(s)"
+        else:
+            fewest, what = min(Counter(self.row_sizes).values()), "train_dataset has {} row(s)"
+            what += " of one of its sizes" if len(self.sizes) > 1 else ""
+        if fewest < 2:
             raise InputError(
-                f"shuffle_prompts=True needs other prompts, but train_dataset has {len(self.train_rows)} row(s): give "
-                "it 2 at least, or use shuffle_prompts=False."
+                f"shuffle_prompts=True needs other prompts, but {what.format(fewest)}: give it 2 at least, or use "
+                "shuffle_prompts=False."
             )
 
     def _begin(self) -> None:
@@ -94,8 +117,14 @@ class RolloutTrainer(SamplingTrainer):
         args = self.args
         return (
             f"{args.generation_batch_size} samples a rollout = {args.prompts_per_rollout} prompts × "
-            f"{args.num_generations}, {args.updates_per_rollout:g} optimizer step(s) each"
+            f"{args.num_generations}, {args.updates_per_rollout:g} optimizer step(s) each{self._describe_feed()}"
         )
+
+    def _describe_feed(self) -> str:
+        if isinstance(self.train_rows, StreamedPrompts):
+            shuffled = f"shuffled among {SHUFFLE_BUFFER} rows" if self.args.shuffle_dataset else "in its order"
+            return f", prompts from a stream {shuffled}"
+        return f", each rollout of one of {len(self.sizes)} media sizes" if len(self.sizes) > 1 else ""
 
     def _check_model(self) -> None:
         super()._check_model()
@@ -118,8 +147,8 @@ class RolloutTrainer(SamplingTrainer):
         )
 
     def size_of(self, rollout: int) -> MediaSize:
-        """Size of the media of a rollout."""
-        return self.size
+        """Size of the media of a rollout, which is one for all of its samples."""
+        return self.size if self.train_dataset is None else self._plan.size(rollout)
 
     def tables(self, rollout: int) -> tuple[SigmaTable, TransitionTable]:
         """The sigma table and the transition table of a rollout, on the device."""
@@ -193,6 +222,7 @@ class RolloutTrainer(SamplingTrainer):
         """Samples, scores and prepares one rollout; every rank makes its share."""
         self._forwards, before = 0, self.engine.forwards
         requests = self._plan.requests(rollout)
+        self._read_pictures(rollout, requests)
         scoring = self.new_scoring() if self.scores_rollouts else None
         merged = merged_adapters(self.flow_model) if self.args.merge_adapters else nullcontext()
         with self.rollout_weights(), merged:
@@ -207,6 +237,13 @@ class RolloutTrainer(SamplingTrainer):
             buffer.extras[_REWARDS] = rewards
         self.prepare(buffer)
         return buffer
+
+    def _read_pictures(self, rollout: int, requests: Sequence[SampleRequest]) -> None:
+        """Raises where a condition image is broken: here its row is known, and nothing has been made yet."""
+        if self.flow_model.num_images[1]:
+            for group, row in {request.group_id: request.row for request in requests}.items():
+                with naming(self._plan.feed.where(rollout, group)):
+                    self.flow_model.images(row)
 
     def _sample(
         self, requests: Sequence[SampleRequest], params: SamplingParams, scoring: Scoring | None
@@ -370,10 +407,14 @@ class RolloutTrainer(SamplingTrainer):
         if "rollout" in state:
             rollout, saved = state["rollout"]["index"], state["rollout"]
             check_same(where, saved["sampling"], self._sampling(rollout), "how the rest of its rollout was sampled")
-            check_prompts(where, saved["prompts"], [request.row["prompt"] for request in self.plan.requests(rollout)])
+            check_prompts(where, saved["prompts"], [request.row["prompt"] for request in self._plan.requests(rollout)])
 
     def _sampling(self, rollout: int) -> dict[str, Any]:
-        return {**asdict(self.sampling_params(rollout)), "guidance_scale_train": self.guidance_scale_train}
+        guidance = {
+            "guidance_scale_train": self.guidance_scale_train,
+            "guidance_scale_2": self.flow_model.guidance_scale_2,
+        }
+        return {**asdict(self.sampling_params(rollout)), **guidance}
 
     def _load_state(self, state: dict[str, Any]) -> None:
         super()._load_state(state)

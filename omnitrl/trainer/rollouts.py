@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable, TransitionTable
-from omnitrl.data import PromptStream
-from omnitrl.models import Conditions
+from omnitrl.data import PromptFeed
+from omnitrl.models import Conditions, MediaSize
 from omnitrl.rollout import SampleRequest, Trajectory, stable_seed
 
 
@@ -30,10 +30,8 @@ class RolloutPlan:
     so a group may lie on several ranks.
 
     Args:
-        rows (`Sequence[dict]`):
-            The dataset.
-        stream ([`~omnitrl.data.PromptStream`]):
-            Which rows each rollout takes.
+        feed ([`~omnitrl.data.PromptFeed`]):
+            Which rows each rollout takes, and of which size its media are.
         num_generations (`int`):
             Group size.
         seed (`int`):
@@ -44,8 +42,7 @@ class RolloutPlan:
             This process and how many there are.
     """
 
-    rows: Sequence[dict[str, Any]]
-    stream: PromptStream
+    feed: PromptFeed
     num_generations: int
     seed: int
     same_init_noise: bool
@@ -55,7 +52,7 @@ class RolloutPlan:
     @property
     def num_samples(self) -> int:
         """Samples of a rollout on all ranks."""
-        return self.stream.prompts_per_rollout * self.num_generations
+        return self.feed.prompts_per_rollout * self.num_generations
 
     @property
     def share(self) -> slice:
@@ -65,24 +62,28 @@ class RolloutPlan:
 
     def group_ids(self) -> Tensor:
         """Group of every sample on all ranks, (num_samples,)."""
-        return torch.arange(self.stream.prompts_per_rollout).repeat_interleave(self.num_generations)
+        return torch.arange(self.feed.prompts_per_rollout).repeat_interleave(self.num_generations)
 
     def requests(self, rollout: int) -> list[SampleRequest]:
         """This rank's samples of a rollout."""
-        rows = self.stream.indices(rollout)
+        rows: dict[int, dict[str, Any]] = {}
         result = []
         for number in range(self.num_samples)[self.share]:
             group, member = divmod(number, self.num_generations)
+            if group not in rows:
+                rows[group] = self.feed.row(rollout, group)
             start = stable_seed(self.seed, "start", rollout, group) if self.same_init_noise else None
             seed = stable_seed(self.seed, "sample", rollout, group, member)
-            result.append(SampleRequest(self.rows[rows[group]], group, member, seed, start))
+            result.append(SampleRequest(rows[group], group, member, seed, start))
         return result
 
     def other_row(self, rollout: int, group: int) -> dict[str, Any]:
-        """A row that is not the group's, for controls in which prompts are mixed up; there must be two rows."""
-        own = self.stream.indices(rollout)[group]
-        further = 1 + stable_seed(self.seed, "control", rollout, group) % (len(self.rows) - 1)
-        return self.rows[(own + further) % len(self.rows)]
+        """A row of the same size that is not the group's, for controls in which prompts are mixed up."""
+        return self.feed.other(rollout, group, stable_seed(self.seed, "control", rollout, group))
+
+    def size(self, rollout: int) -> MediaSize:
+        """Size of the media of a rollout."""
+        return self.feed.size(rollout)
 
 
 @dataclass

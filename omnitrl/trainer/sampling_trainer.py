@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from omnitrl.data import load_prompts
+from omnitrl.data import StreamedPrompts, load_prompts, naming
 from omnitrl.errors import InputError, RunError
-from omnitrl.models import Conditions
+from omnitrl.models import Conditions, MediaSize
 from omnitrl.rewards import RewardRunner
 from omnitrl.rollout import ENGINES
 from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
 from omnitrl.trainer.evaluation import evaluate_prompts
+from omnitrl.trainer.prompt_rows import check_pictures, numbered, size_of_row, sizes_of
 from omnitrl.trainer.scoring import Scoring
 
 
@@ -70,7 +71,7 @@ class SamplingTrainer(BaseTrainer):
         train_dataset:
             Prompts in any form that [`~omnitrl.data.load_prompts`] takes.
         eval_dataset:
-            The same, or a dict of named sets; evaluated with ODE sampling and fixed seeds.
+            The same but no stream, or a dict of named sets; evaluated with ODE sampling and fixed seeds.
         callbacks, optimizers:
             As in `transformers.Trainer`.
         peft_config (`PeftConfig` or `str`, *optional*):
@@ -101,7 +102,7 @@ class SamplingTrainer(BaseTrainer):
         super().__init__(
             model,
             args,
-            train_dataset=self.load_rows(train_dataset) if train_dataset is not None else None,
+            train_dataset=self._load_train(train_dataset, args),
             eval_dataset=self._load_eval(eval_dataset),
             callbacks=callbacks,
             optimizers=optimizers,
@@ -111,7 +112,9 @@ class SamplingTrainer(BaseTrainer):
         self._synced_version: int | None = None
         self._micro_step = 0
         self._forwards = 0
-        self.size = self.flow_model.size_of({}, args.media_size)
+        self.row_sizes = self._look_at_rows()
+        self.sizes = list(dict.fromkeys(self.row_sizes))
+        self.size = self.sizes[0]
         self.latent_shape = self.flow_model.latent_shape(self.size)
         self._check_model()
         self._set_up_algorithm()
@@ -148,10 +151,50 @@ class SamplingTrainer(BaseTrainer):
         """A dataset as rows, from whatever the user gave."""
         return load_prompts(dataset)
 
+    def _load_train(self, dataset: Any, args: BaseConfig) -> Any:
+        rows = None if dataset is None else self.load_rows(dataset)
+        if isinstance(rows, StreamedPrompts) and args.max_steps < 1:
+            raise InputError(
+                f"train_dataset is a stream, of which nobody knows how long an epoch is, so num_train_epochs="
+                f"{args.num_train_epochs:g} says nothing: set max_steps, for example max_steps=1000."
+            )
+        return rows
+
     def _load_eval(self, dataset: Any) -> Any:
         if isinstance(dataset, dict):
-            return {name: self.load_rows(part) for name, part in dataset.items()}
-        return None if dataset is None else self.load_rows(dataset)
+            return {name: self._load_eval(part) for name, part in dataset.items()}
+        rows = None if dataset is None else self.load_rows(dataset)
+        if isinstance(rows, StreamedPrompts):
+            raise InputError(
+                "eval_dataset is a stream, but every evaluation takes the same rows: take as many as you want with "
+                "`Dataset.from_list(list(stream.take(100)))`."
+            )
+        return rows
+
+    def _look_at_rows(self) -> list[MediaSize]:
+        """
+        Size of the media of each training row, of one at least.
+
+        Raises:
+            [`~omnitrl.errors.InputError`]: a row of any dataset cannot be made, or its images cannot be read.
+        """
+        size, model = self.args.media_size, self.flow_model
+        evals = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        for name, dataset in evals.items():
+            if dataset is not None:
+                rows = numbered(dataset, f"eval_dataset {name}".strip())
+                check_pictures(model, rows)
+                sizes_of(model, rows, size)
+        if self.train_dataset is None:
+            return [model.size_of({}, size)]
+        if isinstance(self.train_dataset, StreamedPrompts):
+            (first,) = self.train_dataset.head(1)
+            with naming(f"row 0 of {self.train_dataset.name}"):
+                model.images(first)
+                return [size_of_row(model, first, size)]
+        rows = numbered(self.train_dataset, "train_dataset")
+        check_pictures(model, rows)
+        return sizes_of(model, rows, size)
 
     def _build_engine(self) -> Any:
         return ENGINES[self.args.rollout_engine](
@@ -204,8 +247,18 @@ class SamplingTrainer(BaseTrainer):
         return DataLoader(ticks, collate_fn=_tick)
 
     def num_examples(self, dataloader: DataLoader) -> int:
-        """Rows of an epoch."""
+        """Rows of an epoch; of a stream, what `transformers` counts for those without a length."""
+        args = self.args
+        if isinstance(self.train_rows, StreamedPrompts):
+            return args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         return len(self.train_rows)
+
+    def first_rows(self, number: int) -> list[dict[str, Any]]:
+        """The first training rows, fewer where there are fewer."""
+        if isinstance(self.train_rows, StreamedPrompts):
+            return self.train_rows.head(number)
+        rows = numbered(self.train_rows, "train_dataset")
+        return [rows[index] for index in range(min(len(rows), number))]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """See [`BaseTrainer.train`]; without an `eval_dataset`, some training prompts show before and after."""
@@ -215,8 +268,7 @@ class SamplingTrainer(BaseTrainer):
 
     def _preview(self) -> None:
         if self.eval_dataset is None and self.args.save_report:
-            rows = [self.train_rows[i] for i in range(min(len(self.train_rows), PREVIEW_PROMPTS))]
-            self.evaluate(rows, metric_key_prefix="eval_preview")
+            self.evaluate(self.first_rows(PREVIEW_PROMPTS), metric_key_prefix="eval_preview")
 
     def _begin(self) -> None:
         self._micro_step = self.state.global_step * self.args.gradient_accumulation_steps

@@ -15,6 +15,7 @@ from omnitrl.algorithms import (
     srpo_loss,
 )
 from omnitrl.errors import InputError
+from omnitrl.media import read_picture
 from omnitrl.models import MediaSize
 from omnitrl.rewards import DifferentiableRewards, RewardRunner
 from omnitrl.rollout import SampleNoise, SampleRequest, SamplingParams, Trajectory, stable_seed
@@ -98,6 +99,7 @@ class SRPOTrainer(RolloutTrainer):
         ),
     }
     args: SRPOConfig
+    draws_noise_levels = True
 
     def __init__(
         self, *args: Any, eval_reward_funcs: RewardLike | Sequence[RewardLike] | None = None, **kwargs: Any
@@ -129,8 +131,9 @@ class SRPOTrainer(RolloutTrainer):
 
     def _set_up_algorithm(self) -> None:
         args = self.args
-        self._grid = self.flow_model.sigmas(args.align_num_inference_steps, self.size).sigmas.cpu()
-        self._check_grid()
+        self._grids: dict[MediaSize, Tensor] = {}
+        for size in self.sizes:
+            self._check_grid(self._grid(size))
         if args.checkpoint_decoder:
             self.flow_model.pipeline.vae.enable_gradient_checkpointing()
         self.differentiable.to(args.device)
@@ -139,10 +142,16 @@ class SRPOTrainer(RolloutTrainer):
         self._check_columns()
         self._probe()
 
-    def _check_grid(self) -> None:
-        first, level = self.args.align_range[0], float(self._grid[self.args.align_range[0]])
+    def _grid(self, size: MediaSize) -> Tensor:
+        """The noise levels (T+1,) that `align_range` counts, at a media size, on which they may depend."""
+        if size not in self._grids:
+            self._grids[size] = self.flow_model.sigmas(self.args.align_num_inference_steps, size).sigmas.cpu()
+        return self._grids[size]
+
+    def _check_grid(self, grid: Tensor) -> None:
+        first, level = self.args.align_range[0], float(grid[self.args.align_range[0]])
         if level > _HIGHEST_LEVEL + 1e-6:
-            works = int((self._grid <= _HIGHEST_LEVEL).int().argmax())
+            works = int((grid <= _HIGHEST_LEVEL).int().argmax())
             raise InputError(
                 f"align_range={self.args.align_range} begins at noise level {level:.4f} of this model, where too "
                 f"little of a sample is left to be recovered: begin at step {works} of "
@@ -161,7 +170,7 @@ class SRPOTrainer(RolloutTrainer):
 
     def _probe(self) -> None:
         """Asks the rewards for the gradient of an example of the decoder."""
-        rows = [self.train_rows[i % len(self.train_rows)] for i in range(2)]
+        rows = (self.first_rows(2) * 2)[:2]
         generator = torch.Generator().manual_seed(0)
         latents = torch.randn(2, *self.latent_shape, generator=generator).to(self.args.device)
         with torch.no_grad():
@@ -172,7 +181,7 @@ class SRPOTrainer(RolloutTrainer):
 
     def describe_run(self) -> str:
         args = self.args
-        low, high = (float(self._grid[step]) for step in reversed(args.align_range))
+        low, high = (float(self._grid(self.size)[step]) for step in reversed(args.align_range))
         return (
             f"trains {' and '.join(args.branches)} at noise levels {low:.2f} to {high:.2f} of each of "
             f"{super().describe_run()}"
@@ -184,12 +193,15 @@ class SRPOTrainer(RolloutTrainer):
         column = self.args.image_column
         if column is None:
             return super()._sample(requests, params, scoring)
-        table, nothing = self.tables(0)[0], torch.zeros(0)
+        table = self.flow_model.sigmas(params.num_inference_steps, params.size)
+        nothing = torch.zeros(0)
         size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
         trajectories: list[Trajectory] = []
         for start in range(0, len(requests), size):
             part = requests[start : start + size]
-            latents = self.flow_model.encode_images([request.row[column] for request in part], params.size)
+            names = [f"{column!r} of the prompt {request.row['prompt']!r}" for request in part]
+            images = [read_picture(r.row[column], name) for r, name in zip(part, names, strict=True)]
+            latents = self.flow_model.encode_images(images, params.size)
             for request, clean in zip(part, latents, strict=True):
                 version = self.state.global_step
                 trajectories.append(
@@ -205,7 +217,7 @@ class SRPOTrainer(RolloutTrainer):
             [self._align_sample(buffer.index, buffer.trajectories[i]) for i in samples],
             buffer.conditions_of(samples),
             args.branches,
-            self._grid,
+            self._grid(self.size_of(buffer.index)),
             (args.align_range[0], args.align_range[1]),
             max(round((1 - args.groundtruth_ratio) * NUM_POINTS), 1),
             self.flow_model,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,14 +36,14 @@ class Teacher:
         self._networks = networks or []
 
     @classmethod
-    def of_model(cls, teacher: FlowModel, student: FlowModel, size: MediaSize) -> Teacher:
+    def of_model(cls, teacher: FlowModel, student: FlowModel, sizes: Sequence[MediaSize]) -> Teacher:
         """
         A teacher with weights of its own.
 
         Args:
             teacher, student ([`FlowModel`]):
                 The two.
-            size ([`~omnitrl.models.MediaSize`]):
+            sizes (`Sequence[MediaSize]`):
                 Of the media.
 
         Raises:
@@ -54,12 +54,13 @@ class Teacher:
                 f"teacher_model is a {type(teacher).__name__}, but the student is a {type(student).__name__}, whose "
                 "latents mean something else: use a teacher of the student's family."
             )
-        shape, own_shape = teacher.latent_shape(size), student.latent_shape(size)
-        if shape != own_shape:
-            raise InputError(
-                f"teacher_model has latents of shape {shape}, the student of {own_shape}: use a teacher with the "
-                "student's VAE, and set height and width if the checkpoints' own sizes differ."
-            )
+        for size in sizes:
+            shape, own_shape = teacher.latent_shape(size), student.latent_shape(size)
+            if shape != own_shape:
+                raise InputError(
+                    f"teacher_model has latents of shape {shape}, the student of {own_shape}: use a teacher with the "
+                    "student's VAE, and set height and width if the checkpoints' own sizes differ."
+                )
         own = {id(p) for p in student.networks.parameters()}
         if any(id(p) in own for p in teacher.networks.parameters()):
             raise InputError(
@@ -91,11 +92,11 @@ class Teacher:
         }
         network: Any
         if has_adapters(student):
-            for name, network in student.networks.items():
+            for name, network in student.trained_networks.items():
                 with _explained(source):
                     device = str(student.device)
                     network.load_adapter(source, adapter_name=_ADAPTER, torch_device=device, **folders[name])
-            return cls(student, list(student.networks.values()))
+            return cls(student, list(student.trained_networks.values()))
         teacher = copy.copy(student)
         teacher.networks = copy.deepcopy(student.networks).requires_grad_(False)
         for name, network in list(teacher.networks.items()):

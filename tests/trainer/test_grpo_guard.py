@@ -87,7 +87,7 @@ def test_t12_a_window_that_moves_keeps_one_scale(tmp_path):
     options = {"num_inference_steps": 6, "sde_window_strategy": "progressive", "sde_window_size": 1}
     run = guard(tmp_path, **options, sde_window_range=[1, 4])
     sizes = [float(run.tables(r)[1].velocity_coef.abs()[1 + r]) for r in range(3)]
-    pulls = [size * float(run.step_weights[1 + r]) for r, size in enumerate(sizes)]
+    pulls = [size * float(run.step_weights(run.size)[1 + r]) for r, size in enumerate(sizes)]
     assert max(sizes) > 1.2 * min(sizes)
     assert pulls == pytest.approx([sum(sizes) / 3] * 3)
 
@@ -118,7 +118,7 @@ def test_t8_the_ratio_is_the_plain_one_without_its_bias_and_times_the_std(tmp_pa
     with torch.no_grad():
         losses = run.compute_row_losses(run.model, batch, buffer)
         replayed = run.replay(run.model, batch, buffer)
-    log_ratio = (-losses / run.step_weights[batch.steps]).double().log()
+    log_ratio = (-losses / run.step_weights(run.size)[batch.steps]).double().log()
     _, std = row_table(buffer, batch)
     shift = replayed.mean.double() - batch.old_means.double()
     plain = (replayed.log_probs - batch.old_log_probs).double()

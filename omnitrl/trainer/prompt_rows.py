@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rows of a dataset ask of a model: that it reads their images, and that it makes media of their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omnitrl.data import CHECKED_ROWS, PreferenceRows, StoredRows, naming
+from omnitrl.models import FlowModel, MediaSize
+from omnitrl.models.size import SIZE_COLUMNS
+
+
+Rows = StoredRows | PreferenceRows
+
+
+def numbered(dataset: Any, name: str) -> Rows:
+    """The rows of a dataset by number; pairs have numbers already."""
+    return dataset if isinstance(dataset, PreferenceRows) else StoredRows(dataset, name)
+
+
+def check_pictures(model: FlowModel, rows: Rows) -> None:
+    """
+    Reads the headers of the condition images of the first rows, where the model takes any.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: images are missing or too many, or one cannot be read; names row and file.
+    """
+    if model.num_images[1] == 0:
+        return
+    for index in range(min(len(rows), CHECKED_ROWS)):
+        with naming(rows.where(index)):
+            model.images(rows.undecoded(index), whole=False)
+
+
+def size_of_row(model: FlowModel, row: dict[str, Any], size: MediaSize) -> MediaSize:
+    """
+    The whole size of a row's media: its columns, else `size`, else what the model makes of it.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: the model cannot make it; names the nearest that it can.
+    """
+    whole = model.size_of(row, size)
+    model.latent_shape(whole)
+    return whole
+
+
+def sizes_of(model: FlowModel, rows: Rows, size: MediaSize) -> list[MediaSize]:
+    """
+    [`size_of_row`] of every row.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: the model cannot make one; names the row and the nearest size that it can.
+    """
+    # Only a family whose size follows from the images has a `size_of` of its own; an image is opened for nothing else.
+    pictures = type(model).size_of is not FlowModel.size_of and None in (size.height, size.width)
+    if not pictures and not set(SIZE_COLUMNS) & set(rows.columns):
+        return [size_of_row(model, {}, size)] * len(rows)
+    known: dict[MediaSize, MediaSize] = {}
+    found: list[MediaSize] = []
+    for index, row in enumerate(_all(rows) if pictures else rows.only(SIZE_COLUMNS)):
+        with naming(rows.where(index)):
+            whole = model.size_of(row, size)
+            if whole not in known:
+                model.latent_shape(whole)
+        found.append(known.setdefault(whole, whole))
+    return found
+
+
+def _all(rows: Rows) -> Iterator[dict[str, Any]]:
+    return (rows.undecoded(index) for index in range(len(rows)))
