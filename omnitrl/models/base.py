@@ -344,6 +344,10 @@ class FlowModel(ABC):
         pictures = tuple((image.size, hashlib.blake2b(image.tobytes()).digest()) for image in self.images(row))
         return (row["prompt"], size, pictures)
 
+    def negative_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row whose conditions guidance leads away from: another prompt in the place of the row's own."""
+        return {**row, "prompt": row.get("negative_prompt") or self.default_negative_prompt}
+
     @torch.no_grad()
     def encode(
         self, rows: Sequence[dict[str, Any]], guidance: bool = False, size: MediaSize = CHECKPOINT_SIZE
@@ -366,8 +370,7 @@ class FlowModel(ABC):
         keys: list[tuple] = []
         parts: dict[tuple, Conditions] = {}
         for row in rows:
-            unwanted = row.get("negative_prompt") or self.default_negative_prompt
-            negative = {**row, "prompt": unwanted} if guidance else None
+            negative = self.negative_row(row) if guidance else None
             keys.append((self.cache_key(row, size), negative and self.cache_key(negative, size)))
             if keys[-1] not in parts:
                 positive = self._encoded(row, size)

@@ -26,6 +26,7 @@ FAMILIES: dict[str, str] = {
     "HunyuanVideo15ImageToVideoPipeline": "omnitrl.models.hunyuan_video15:HunyuanVideo15ImageModel",
     "HunyuanVideo15Pipeline": "omnitrl.models.hunyuan_video15:HunyuanVideo15Model",
     "LTX2Pipeline": "omnitrl.models.ltx2:LTX2Model",
+    "Lumina2Pipeline": "omnitrl.models.lumina2:Lumina2Model",
     "StableAudio3Pipeline": "omnitrl.models.stable_audio3:StableAudio3Model",
     "QwenImageEditPipeline": "omnitrl.models.qwen_image_edit:QwenImageEditModel",
     "QwenImageEditPlusPipeline": "omnitrl.models.qwen_image_edit:QwenImageEditPlusModel",
