@@ -98,6 +98,10 @@ class WanModel(VideoModel):
         """That of the convolution that latents enter: some parameters stay in float32 whatever is loaded."""
         return self.transformer.patch_embedding.weight.dtype
 
+    def networks_at(self, timesteps: Tensor) -> list[str]:
+        """The first network's are those of the boundary and above."""
+        return [self.network_names[-1 if late else 0] for late in (timesteps < self.boundary).tolist()]
+
     def lora_arguments(self, network_name: str) -> dict[str, Any]:
         """The stock loader has a switch for the second network."""
         return {"load_into_transformer_2": True} if network_name == "transformer_2" else {}
@@ -115,16 +119,15 @@ class WanModel(VideoModel):
         if len(self.networks) == 1:
             return self._predict_with(self.transformer, latents, timesteps, inputs)
         # By step, the same on all ranks: a rank that skipped a sharded network would leave the others waiting.
-        late = timesteps < self.boundary
+        names = self.networks_at(timesteps)
+        if len(set(names)) == 1:
+            return self._predict_with(self.networks[names[0]], latents, timesteps, inputs)
         parts, order = [], []
-        for name, chosen in zip(self.network_names, (~late, late), strict=True):
-            rows = chosen.nonzero().flatten()
-            if len(rows) == len(timesteps):
-                return self._predict_with(self.networks[name], latents, timesteps, inputs)
-            if len(rows):
-                part = {key: tensor[rows] for key, tensor in inputs.items()}
-                parts.append(self._predict_with(self.networks[name], latents[rows], timesteps[rows], part))
-                order.append(rows)
+        for name in self.network_names:
+            rows = torch.tensor([i for i, other in enumerate(names) if other == name], device=latents.device)
+            part = {key: tensor[rows] for key, tensor in inputs.items()}
+            parts.append(self._predict_with(self.networks[name], latents[rows], timesteps[rows], part))
+            order.append(rows)
         return torch.cat(parts)[torch.cat(order).argsort()]
 
     def _predict_with(self, network: Any, latents: Tensor, timesteps: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:

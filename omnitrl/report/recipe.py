@@ -19,6 +19,7 @@ RECIPE_KEYS = (
     "num_frames",
     "audio_length",
     "guidance_scale",
+    "guidance_scale_2",
     "guidance_scale_train",
     "sde_type",
     "noise_level",

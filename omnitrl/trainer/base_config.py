@@ -61,6 +61,7 @@ class BaseConfig(TrainingArguments):
         "max_sequence_length": 1,
         "guidance_scale": 0,
         "guidance_scale_train": 0,
+        "guidance_scale_2": 0,
         "num_samples_to_save": 0,
         "seed": 0,
     }
@@ -79,6 +80,12 @@ class BaseConfig(TrainingArguments):
     # Model
     model_init_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments of `from_pretrained` when `model` is a Hub id or a folder."}
+    )
+    trainable_networks: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Networks that are trained, of models that have several, such as transformer_2; all of them."
+        },
     )
     max_sequence_length: int | None = field(
         default=None,
@@ -101,6 +108,13 @@ class BaseConfig(TrainingArguments):
     guidance_scale_train: float | None = field(
         default=None,
         metadata={"help": "Guidance of the network calls that are trained; the trainer's page says what None means."},
+    )
+    guidance_scale_2: float | None = field(
+        default=None,
+        metadata={
+            "help": "Guidance of the second of two networks (Wan2.2 A14B) wherever there is guidance; that of the "
+            "first by default."
+        },
     )
     rollout_engine: str = field(default="local", metadata={"help": "Where samples are made: 'local'."})
     rollout_batch_size: int | None = field(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import DistributedType, save_fsdp_optimizer
+from accelerate.utils import DistributedType, DynamoBackend, save_fsdp_optimizer
 from diffusers import DiffusionPipeline
 from diffusers.training_utils import EMAModel
 from peft import PeftConfig
@@ -48,6 +48,7 @@ from omnitrl.trainer.checkpoints import (
 from omnitrl.trainer.hub import HubTrainer
 from omnitrl.trainer.interrupts import Interrupts
 from omnitrl.trainer.metrics import MetricStore
+from omnitrl.trainer.networks import check_networks, set_second_guidance
 from omnitrl.trainer.saving import (
     DIFFUSERS_LORA_EMA,
     load_networks,
@@ -89,6 +90,8 @@ class BaseTrainer(HubTrainer):
 
     args: BaseConfig
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
+    draws_noise_levels: ClassVar[bool] = False
+    """Whether samples of one micro-batch are trained at noise levels of their own."""
     _name: ClassVar[str]
     _paper: ClassVar[dict[str, str]]
     _tag_names: ClassVar[tuple[str, ...]] = ("omnitrl",)
@@ -109,7 +112,8 @@ class BaseTrainer(HubTrainer):
         set_seed(args.seed)  # before the adapters draw their start values
         _check_output_dir(args)
         self.flow_model = self._load_model(model, args)
-        attach_adapters(self.flow_model, peft_config)
+        attach_adapters(self.flow_model, peft_config, args.trainable_networks)
+        set_second_guidance(self.flow_model, args.guidance_scale_2)
         self.metrics = MetricStore()
         self.ema: EMAModel | None = None
         self.progress = Progress()
@@ -133,6 +137,7 @@ class BaseTrainer(HubTrainer):
         self.remove_callback(ProgressCallback)
         self.interrupts = Interrupts(self.progress.message if self.is_world_process_zero() else _say_nothing)
         self._check_sharding()
+        self._compile()
         self.flow_model.networks.eval()
         for module in self.flow_model.frozen_modules:
             module.to(self.args.device)
@@ -149,6 +154,18 @@ class BaseTrainer(HubTrainer):
                 f"{type(model).__name__}: leave them out, or pass a Hub id or folder."
             )
         return load_flow_model(model, args.max_sequence_length)
+
+    def _compile(self) -> None:
+        """
+        Compiles the networks' blocks in place of Accelerate, which would compile a copy of the whole model.
+
+        Rollouts and evaluation call the same modules as training, so they are faster too, and a replay is compiled as
+        its rollout was.
+        """
+        if self.args.torch_compile:
+            policy: Any = self.model
+            policy.compile_blocks(self.args.torch_compile_backend, self.args.torch_compile_mode)
+            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
 
     def _summary(self, args: BaseConfig) -> RunSummary:
         adapter = has_adapters(self.flow_model)
@@ -170,6 +187,7 @@ class BaseTrainer(HubTrainer):
             fsdp.mixed_precision_policy = replace(
                 fsdp.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
             )
+        check_networks(self.flow_model, self._name, self.draws_noise_levels, self.is_sharded)
         if self.args.ema_decay is not None:
             self.check_averages(f"ema_decay={self.args.ema_decay}", ", or ema_decay=None")
 

@@ -23,7 +23,7 @@ from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.noising import NoisedBatch, NoisedBatches, NoiseLevels
 from omnitrl.trainer.pair_latents import PairLatents
 from omnitrl.trainer.pair_loss import DPO_PAPER, PairLoss, pair_loss
-from omnitrl.trainer.prompt_rows import sizes_of
+from omnitrl.trainer.prompt_rows import finite, sizes_of
 from omnitrl.trainer.sampling_trainer import SamplingTrainer
 
 
@@ -101,7 +101,7 @@ class DiffusionDPOTrainer(SamplingTrainer):
         if isinstance(dataset, dict):
             return {name: self._load_eval(part) for name, part in dataset.items()}
         if self.rewards is not None and not has_pairs(dataset):
-            return load_prompts(dataset)
+            return finite(load_prompts(dataset))
         return load_preferences(dataset)
 
     def _set_up_algorithm(self) -> None:

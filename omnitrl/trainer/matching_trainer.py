@@ -30,6 +30,7 @@ class MatchingTrainer(RolloutTrainer):
 
     args: MatchingConfig
     trains_guided = False
+    draws_noise_levels = True
 
     def describe_run(self) -> str:
         args = self.args

@@ -149,6 +149,14 @@ class ReplayConfig(RolloutConfig):
             decay_start=self.sde_window_decay_start,
         )
 
+    @property
+    def possible_steps(self) -> tuple[int, ...]:
+        """The steps that the windows of all rollouts lie in."""
+        if self.sde_window_strategy in ("all", "first"):
+            return self.window(0)
+        bounds = self.sde_window_range or (0, self.num_inference_steps - 1)
+        return tuple(range(bounds[0], bounds[1]))
+
     def trained_steps(self, rollout: int) -> tuple[int, ...]:
         """Those of the rollout's stochastic steps that are trained."""
         return trained_steps(self.window(rollout), self.timestep_fraction, self.seed, rollout)
@@ -161,6 +169,11 @@ class ReplayConfig(RolloutConfig):
         check_choice("log_prob_form", self.log_prob_form, LOG_PROB_FORMS)
         check_choice("log_prob_reduction", self.log_prob_reduction, LOG_PROB_REDUCTIONS)
         check_choice("sde_window_strategy", self.sde_window_strategy, WINDOW_STRATEGIES)
+        if isinstance(self.modality_weights, str):  # one that was a JSON object is a dictionary by now
+            raise InputError(
+                f"modality_weights={self.modality_weights!r} is no JSON object with a weight for each modality: use "
+                '\'{"video": 1, "audio": 0.5}\'.'
+            )
 
     def _check_ranges(self) -> None:
         super()._check_ranges()

@@ -7,6 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from omnitrl.algorithms import (
 from omnitrl.errors import InputError
 from omnitrl.rollout import SamplingParams
 from omnitrl.trainer.adapters import ReferencePolicy
+from omnitrl.trainer.networks import check_trained_steps
 from omnitrl.trainer.replay_config import ClippedPolicyConfig, PolicyGradientConfig, ReplayConfig
 from omnitrl.trainer.rollout_trainer import RolloutTrainer
 from omnitrl.trainer.rollouts import ReplayBatch, ReplayBatches, RolloutBuffer
@@ -73,6 +75,9 @@ class ReplayTrainer(RolloutTrainer):
             weighted_modalities(self.flow_model.modalities(self.size), weights)
         except ValueError as error:
             raise InputError(str(error)) from error
+
+        steps = self.args.possible_steps
+        check_trained_steps(self.flow_model, self.flow_model.sigmas(self.args.num_inference_steps, self.size), steps)
 
     def describe_run(self) -> str:
         args, window, steps = self.args, self.args.window(0), self.args.trained_steps(0)
@@ -160,15 +165,19 @@ class ReplayTrainer(RolloutTrainer):
             std,
             args.log_prob_reduction,
             args.log_prob_form,
-            weighted_modalities(buffer.modalities, args.weights_of_modalities),
+            self._modalities(buffer),
         )
         return Replayed(velocity, mean, std, log_probs)
+
+    def _modalities(self, buffer: RolloutBuffer) -> Sequence[tuple[slice, float]]:
+        """The modalities that count, each with its weight; none where all elements count alike."""
+        return weighted_modalities(buffer.modalities, self.args.weights_of_modalities)
 
     def divergence(
         self, form: str, replayed: Replayed, velocity: Tensor, batch: ReplayBatch, buffer: RolloutBuffer
     ) -> Tensor:
         """
-        Divergence (R,) of the policy's steps from those of another velocity.
+        Divergence (R,) of the policy's steps from those of another velocity; of modalities with weights, their sum.
 
         Args:
             form (`str`):
@@ -181,15 +190,21 @@ class ReplayTrainer(RolloutTrainer):
                 The states, and the tables that they belong to.
         """
         sigmas = buffer.table.sigmas
-        return reference_kl(
-            form,
-            mean=replayed.mean,
-            mean_ref=transition_mean(batch.latents, velocity, buffer.transitions, batch.steps),
-            velocity=replayed.velocity,
-            velocity_ref=velocity,
-            std=replayed.std,
-            dt=sigmas[batch.steps + 1] - sigmas[batch.steps],
-        )
+        mean_ref = transition_mean(batch.latents, velocity, buffer.transitions, batch.steps)
+        parts = [
+            weight
+            * reference_kl(
+                form,
+                mean=replayed.mean[:, part],
+                mean_ref=mean_ref[:, part],
+                velocity=replayed.velocity[:, part],
+                velocity_ref=velocity[:, part],
+                std=replayed.std,
+                dt=sigmas[batch.steps + 1] - sigmas[batch.steps],
+            )
+            for part, weight in self._modalities(buffer) or [(slice(None), 1.0)]
+        ]
+        return torch.stack(parts).sum(dim=0)
 
     def log_ratio(self, log_ratio: Tensor, buffer: RolloutBuffer) -> None:
         """
@@ -205,8 +220,14 @@ class ReplayTrainer(RolloutTrainer):
             self.metrics.add("rollout/logp_abs_diff_mean", log_ratio.abs())
             self.metrics.add("rollout/logp_abs_diff_max", log_ratio.abs())
         elif self.is_last_update and len(log_ratio) > 1:
-            elements = buffer.latent_dim if self.args.log_prob_reduction == "mean" else 1
+            elements = self._counted_elements(buffer) if self.args.log_prob_reduction == "mean" else 1
             self.metrics.add("ratio/sum_log_std", log_ratio.std() * elements)
+
+    def _counted_elements(self, buffer: RolloutBuffer) -> int:
+        """Elements of a sample's latents, without those of modalities of weight 0."""
+        of_each, *others = buffer.latent_shape
+        parts = [part for part, _ in self._modalities(buffer)] or [slice(0, of_each)]
+        return sum(part.stop - part.start for part in parts) * prod(others)
 
 
 class PolicyGradientTrainer(ReplayTrainer):
