@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
 from omnitrl.models.base import FlowModel, stock_sigma_table
 from omnitrl.models.conditions import Conditions
+from omnitrl.models.patches import packed, unpacked
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
 
 
@@ -120,7 +120,7 @@ class FluxModel(FlowModel):
         """
         network, dtype = self.transformer, self.dtype
         height, width = (side // 2 for side in latents.shape[-2:])
-        tokens, positions = _packed(latents.to(dtype)), _positions(0, height, width, latents.device)
+        tokens, positions = packed(latents.to(dtype)), _positions(0, height, width, latents.device)
         if layout is not None:
             rows, columns = layout
             tokens = torch.cat([tokens, inputs["image"][:, : rows * columns].to(dtype)], dim=1)
@@ -135,7 +135,7 @@ class FluxModel(FlowModel):
             img_ids=positions,
             return_dict=False,
         )[0]
-        return _unpacked(velocity[:, : height * width], height, width).to(latents.dtype)
+        return unpacked(velocity[:, : height * width], height, width).to(latents.dtype)
 
     def decode_pixels(self, latents: Tensor) -> Tensor:
         """The VAE's decoder."""
@@ -175,7 +175,7 @@ class FluxKontextModel(FluxModel):
         height, width = self.image_size(image, size)
         pixels = self.pipeline.image_processor.preprocess(image, height=height, width=width)
         latents = self.encode_pixels(pixels.to(self.device))
-        tokens = _packed(latents)
+        tokens = packed(latents)
         mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         layout = (latents.shape[-2] // 2, latents.shape[-1] // 2)
         return Conditions({**prompt, "image": tokens, "image_mask": mask}, layouts=(layout,))
@@ -211,16 +211,6 @@ class FluxKontextModel(FluxModel):
         scale = 1.0 if area >= 0.96 * FULL_AREA else (area / FULL_AREA) ** 0.5
         height, width = (max(round(side * scale / multiple), 1) * multiple for side in (height, width))
         return height, width
-
-
-def _packed(latents: Tensor) -> Tensor:
-    """Tokens (B, H W / 4, 4C) of latents (B, C, H, W): patches of 2 × 2, channels first."""
-    return pixel_unshuffle(latents, 2).flatten(2).transpose(1, 2)
-
-
-def _unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
-    """The opposite of `_packed`, with the height and width in tokens."""
-    return pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (height, width)), 2)
 
 
 def _positions(image: int, height: int, width: int, device: torch.device) -> Tensor:
