@@ -25,7 +25,7 @@ from omnitrl.models import FAMILIES, Conditions, MediaSize, Policy, load_flow_mo
 from omnitrl.rollout import LocalEngine, SampleRequest, SamplingParams
 from omnitrl.trainer.adapters import attach_adapters
 from omnitrl.trainer.saving import save_networks
-from tests.tiny import CHECKPOINTS
+from tests.tiny import CHECKPOINTS, FIRST
 
 
 pytestmark = pytest.mark.compat
@@ -228,13 +228,15 @@ def test_checkpointed_gradients_are_equal(tiny):
 
 
 @pytest.mark.slow
-def test_compiled_gradients_are_equal(tiny):
+@pytest.mark.parametrize("checkpoint", FIRST)
+def test_compiled_gradients_are_equal(checkpoint):
     """Of graphs that are captured and differentiated as for any backend, and run by PyTorch's own kernels."""
 
     def compiled(policy, model):
         torch.compiler.reset()
         assert policy.compile_blocks("aot_eager") > 0
 
+    tiny = FIRST[checkpoint]
     plain, traced = gradients(tiny, lambda *_: None), gradients(tiny, compiled)
     assert relative(plain, traced) <= 1e-5
     assert all("_orig_mod" not in name for name in traced)

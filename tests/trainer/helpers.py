@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from omnitrl.models import FlowModel
 from omnitrl.trainer import TRAINERS, ReplayTrainer, RolloutTrainer, get_trainer
-from tests.tiny_models import BY_PIPELINE, tiny_model
+from tests.tiny_models import tiny_model, tiny_of
 
 
 PROMPTS = ["a cat", "two dogs", "the red sun", "ice and snow", "a map"]
@@ -122,7 +122,7 @@ def family_run(tmp_path, algorithm, pipeline, **options):
     Args:
         pipeline: Name of the pipeline class.
     """
-    tiny = BY_PIPELINE[pipeline]
+    tiny = tiny_of(pipeline)
     model = tiny.model()
     rows = [tiny.row(prompt, i % len(tiny.image_sizes)) for i, prompt in enumerate(PROMPTS)]
     size = {name: value for name, value in vars(tiny.size).items() if value is not None}

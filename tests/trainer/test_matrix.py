@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from omnitrl.trainer import RolloutTrainer
-from tests.tiny_models import PIPELINES
+from tests.tiny_models import by_pipeline
 from tests.trainer import matrix
 from tests.trainer.helpers import LORA, WITH_REPLAY, family_run, same, trainable
 
@@ -144,7 +144,7 @@ def test_pairs_of_a_large_matrix_are_covered_by_a_small_part_of_it():
 
 
 def test_every_family_has_a_tiny_pipeline():
-    assert set(PIPELINES) == set(matrix.AXES[1])
+    assert set(by_pipeline()) == set(matrix.AXES[1])
 
 
 def test_the_table_in_the_documentation_has_every_combination():
