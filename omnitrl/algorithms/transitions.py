@@ -362,9 +362,10 @@ def weighted_modalities(parts: Mapping[str, slice], weights: Mapping[str, float]
     if set(weights) != set(parts):
         known = f"this model has {sorted(parts)}" if parts else "this model has one modality, so leave it out"
         raise ValueError(f"modality_weights={dict(weights)} must name each modality once: {known}.")
-    if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
+    numbers = all(isinstance(weight, int | float) and 0 <= weight < math.inf for weight in weights.values())
+    if not numbers or not any(weights.values()):
         raise ValueError(
-            f"modality_weights={dict(weights)} must be finite, at least 0 and not all 0: use "
+            f"modality_weights={dict(weights)} must be finite numbers, at least 0 and not all 0: use "
             f"{dict.fromkeys(parts, 1.0)}."
         )
     return [(parts[name], weight) for name, weight in weights.items() if weight > 0]
