@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from omnitrl.errors import InputError
-from omnitrl.media import read_picture
 from omnitrl.models.base import given_images
 from omnitrl.models.conditions import Conditions
 from omnitrl.models.patches import packed
@@ -79,10 +78,9 @@ class QwenImageEditModel(QwenImageModel):
         The row's own columns, else `size`, else what the stock pipeline makes of the row's (last) image: a megapixel
         in its aspect ratio. The image is read as far as its header.
         """
-        given = given_images(row)
-        if not given:
+        if not given_images(row):
             return super().size_of(row, size)
-        image = read_picture(given[-1], f"The last image of the prompt {row['prompt']!r}", whole=False)
+        image = self.images(row, whole=False)[-1]
         multiple = 2 * self.pipeline.vae_scale_factor
         width, height = (side // multiple * multiple for side in self._dimensions(image, MEGAPIXEL))
         return size.of_row(row).filled(MediaSize(height, width))

@@ -23,19 +23,11 @@ from tests.tiny.checkpoint import Tiny, quiet
 from tests.tiny.parts import liven, qwen_tokenizer
 
 
-AREA_SCALE = 64
+# A VAE of any width takes seconds for the megapixel that the stock pipelines have in their code. So from here on they,
+# and what asks them for the size, resize condition images to 1/64 of that area.
 STOCK_DIMENSIONS = pipeline_qwenimage_edit.calculate_dimensions, pipeline_qwenimage_edit_plus.calculate_dimensions
-
-
-def resize_to_small_areas():
-    """
-    Makes stock and own code resize condition images to 1/64 of the areas that the stock pipelines have in their code.
-
-    A VAE of any width takes seconds for the megapixel.
-    """
-    edit, plus = STOCK_DIMENSIONS
-    pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: edit(area / AREA_SCALE, ratio)
-    pipeline_qwenimage_edit_plus.calculate_dimensions = lambda area, ratio: plus(area / AREA_SCALE, ratio)
+pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: STOCK_DIMENSIONS[0](area / 64, ratio)
+pipeline_qwenimage_edit_plus.calculate_dimensions = lambda area, ratio: STOCK_DIMENSIONS[1](area / 64, ratio)
 
 
 class PictureProcessor(Qwen2VLProcessor):
@@ -135,7 +127,6 @@ def tiny_qwen_image(pipeline_class=QwenImagePipeline, zero_cond_t=False):
     )
     parts = {"text_encoder": qwen_vl(tokenizer), "tokenizer": tokenizer}
     if pipeline_class is not QwenImagePipeline:
-        resize_to_small_areas()
         images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 84)
         parts["processor"] = PictureProcessor(images, tokenizer)
     return quiet(fitted(pipeline_class(transformer=transformer, scheduler=scheduler, vae=vae, **parts)))
