@@ -174,11 +174,6 @@ class ReplayConfig(RolloutConfig):
                 f"modality_weights={self.modality_weights!r} is no JSON object with a weight for each modality: use "
                 '\'{"video": 1, "audio": 0.5}\'.'
             )
-        if isinstance(self.modality_weights, str):  # one that was a JSON object is a dictionary by now
-            raise InputError(
-                f"modality_weights={self.modality_weights!r} is no JSON object with a weight for each modality: use "
-                '\'{"video": 1, "audio": 0.5}\'.'
-            )
 
     def _check_ranges(self) -> None:
         super()._check_ranges()

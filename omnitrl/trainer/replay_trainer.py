@@ -229,12 +229,6 @@ class ReplayTrainer(RolloutTrainer):
         parts = [part for part, _ in self._modalities(buffer)] or [slice(0, of_each)]
         return sum(part.stop - part.start for part in parts) * prod(others)
 
-    def _counted_elements(self, buffer: RolloutBuffer) -> int:
-        """Elements of a sample's latents, without those of modalities of weight 0."""
-        of_each, *others = buffer.latent_shape
-        parts = [part for part, _ in self._modalities(buffer)] or [slice(0, of_each)]
-        return sum(part.stop - part.start for part in parts) * prod(others)
-
 
 class PolicyGradientTrainer(ReplayTrainer):
     """
