@@ -106,6 +106,15 @@ def test_the_recipe_of_the_paper_makes_its_batch_on_eight_devices(monkeypatch):
     assert script_args.dataset == "prompts.txt"
 
 
+def test_the_recipe_of_flux_makes_its_batch_on_eight_devices(monkeypatch):
+    monkeypatch.setattr(FlowGRPOConfig, "world_size", 8)
+    _, args = parse("--config", RECIPES / "flux_ocr.yaml", "--dataset", "prompts.txt", "--use_cpu", "true")
+    assert args.generation_batch_size == 48 * 24
+    assert (args.prompts_per_rollout, args.updates_per_rollout) == (48, 2)
+    assert args.trained_steps(0) == tuple(range(5))
+    assert (args.epsilon, args.beta, args.noise_level, args.guidance_scale) == (1e-4, 0.0, 0.9, 3.5)
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_say_what_they_train(recipe):
     values = yaml.safe_load(recipe.read_text("utf-8"))
