@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from omnitrl.data import CHECKED_ROWS, PreferenceRows, StoredRows, naming
+from omnitrl.data import CHECKED_ROWS, PreferenceRows, StoredRows, StreamedPrompts, naming
+from omnitrl.errors import InputError
 from omnitrl.models import FlowModel, MediaSize
 from omnitrl.models.size import SIZE_COLUMNS
 
@@ -17,6 +18,16 @@ Rows = StoredRows | PreferenceRows
 def numbered(dataset: Any, name: str) -> Rows:
     """The rows of a dataset by number; pairs have numbers already."""
     return dataset if isinstance(dataset, PreferenceRows) else StoredRows(dataset, name)
+
+
+def finite(rows: Any) -> Any:
+    """Rows for evaluation; raises for a stream."""
+    if isinstance(rows, StreamedPrompts):
+        raise InputError(
+            "eval_dataset is a stream, but every evaluation takes the same rows: take as many as you want with "
+            "`Dataset.from_list(list(stream.take(100)))`."
+        )
+    return rows
 
 
 def check_pictures(model: FlowModel, rows: Rows) -> None:

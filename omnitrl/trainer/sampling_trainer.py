@@ -22,7 +22,7 @@ from omnitrl.rollout import ENGINES
 from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
 from omnitrl.trainer.evaluation import evaluate_prompts
-from omnitrl.trainer.prompt_rows import check_pictures, numbered, size_of_row, sizes_of
+from omnitrl.trainer.prompt_rows import check_pictures, finite, numbered, size_of_row, sizes_of
 from omnitrl.trainer.scoring import Scoring
 
 
@@ -163,13 +163,7 @@ class SamplingTrainer(BaseTrainer):
     def _load_eval(self, dataset: Any) -> Any:
         if isinstance(dataset, dict):
             return {name: self._load_eval(part) for name, part in dataset.items()}
-        rows = None if dataset is None else self.load_rows(dataset)
-        if isinstance(rows, StreamedPrompts):
-            raise InputError(
-                "eval_dataset is a stream, but every evaluation takes the same rows: take as many as you want with "
-                "`Dataset.from_list(list(stream.take(100)))`."
-            )
-        return rows
+        return None if dataset is None else finite(self.load_rows(dataset))
 
     def _look_at_rows(self) -> list[MediaSize]:
         """

@@ -121,7 +121,12 @@ def test_an_edited_file_gives_the_new_prompts(tmp_path, name, old, new):
         ("a photo of a cat", "load_prompts(['a photo of a cat'])"),
         ("nobody/nothing-here", "could not be loaded from the Hub either"),
         (datasets.DatasetDict(trian=datasets.Dataset.from_dict({"prompt": ["a"]})), "Did you mean 'trian'?"),
-        (datasets.Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset(), "Dataset.from_list(list(ds.take("),
+        (datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), 'dataset.rename_column("text", "prompt")'),
+        (
+            datasets.Dataset.from_dict({"prompt": [" "]}).to_iterable_dataset(),
+            "Row 0 of the stream has a blank prompt",
+        ),
+        (datasets.IterableDataset.from_generator(lambda: iter(())), "The stream has no rows"),
     ],
 )
 def test_a_bad_source_gets_one_sentence_that_helps(source, message):

@@ -4,11 +4,20 @@ from collections import Counter
 
 import pytest
 
-from omnitrl.data import PromptStream, shard
+from omnitrl.data import BucketStream, PromptStream, shard
 from omnitrl.errors import InputError
 
 
 # Written down once: a change here means that no earlier run can be repeated.
+GOLDEN_SIZES = [
+    ("s", [8, 6]),
+    ("w", [1, 2]),
+    ("t", [11, 5]),
+    ("w", [0, 3]),
+    ("t", [7, 9]),
+    ("w", [4, 4]),  # it spans two passes
+    ("t", [10, 5]),
+]
 GOLDEN = [[5, 4, 1], [0, 6, 3], [2, 3, 6], [2, 4, 5], [0, 1, 6]]
 
 
@@ -62,6 +71,78 @@ def test_numbers_out_of_range(arguments):
         PromptStream(*arguments)
     with pytest.raises(InputError, match="numbered from 0, got -1"):
         PromptStream(1, 1, 0).indices(-1)
+
+
+# Rows of several sizes
+
+SIZES = ["wide"] * 5 + ["tall", "square"] * 2 + ["tall"] * 3  # 5, 5 and 2 rows
+
+
+def test_rows_of_one_size_are_drawn_as_without_sizes():
+    plain = PromptStream(7, 3, seed=42)
+    stream = BucketStream(["any"] * 7, 3, seed=42)
+    assert [stream.indices(rollout) for rollout in range(30)] == [plain.indices(rollout) for rollout in range(30)]
+    assert [stream.indices(rollout) for rollout in range(5)] == GOLDEN
+    assert stream.rollouts_per_epoch == plain.rollouts_per_epoch
+    assert stream.size(3) == "any"
+
+
+def test_golden_rollouts_of_several_sizes():
+    stream = BucketStream(SIZES, 2, seed=42)
+    assert [(stream.size(r)[0], stream.indices(r)) for r in range(7)] == GOLDEN_SIZES
+
+
+def test_a_rollout_has_rows_of_one_size_and_every_row_is_drawn_equally_often():
+    stream = BucketStream(SIZES, 3, seed=1)
+    drawn = Counter()
+    for rollout in range(12 * 5):  # five cycles of twelve turns
+        rows = stream.indices(rollout)
+        assert {SIZES[row] for row in rows} == {stream.size(rollout)}
+        drawn.update(rows)
+    assert drawn == dict.fromkeys(range(12), 3 * 5)
+
+
+def test_turns_are_spread_as_the_rows_are():
+    sizes = ["a"] * 50 + ["b"] * 30 + ["c"] * 7
+    stream = BucketStream(sizes, 4, seed=3)
+    seen = Counter()
+    for rollout in range(3 * 87):
+        seen[stream.size(rollout)] += 1
+        for size, rows in Counter(sizes).items():
+            assert abs(seen[size] - (rollout + 1) * rows / 87) <= 1
+    cycles = [[stream.size(cycle * 87 + i) for i in range(87)] for cycle in range(3)]
+    assert cycles[0] != cycles[1] != cycles[2]
+    others = [[BucketStream(sizes, 4, seed=seed).size(i) for i in range(87)] for seed in (3, 4)]
+    assert others[0] != others[1]
+
+
+def test_a_rollout_of_several_sizes_depends_on_its_number_alone():
+    expected = [(s.size(r), s.indices(r)) for s in [BucketStream(SIZES, 2, seed=5)] for r in range(40)]
+    again = BucketStream(SIZES, 2, seed=5)
+    assert [(again.size(r), again.indices(r)) for r in reversed(range(40))] == expected[::-1]
+
+
+def test_sizes_in_the_order_of_the_dataset():
+    stream = BucketStream(SIZES, 2, seed=5, shuffle=False)
+    wide = [row for r in range(24) if stream.size(r) == "wide" for row in stream.indices(r)]
+    assert wide == [0, 1, 2, 3, 4] * 4
+    assert [stream.size(r) for r in range(12)] == [stream.size(r + 12) for r in range(12)]
+
+
+def test_a_size_of_fewer_rows_than_a_rollout_takes_is_named(caplog):
+    with caplog.at_level(logging.WARNING):
+        BucketStream(SIZES, 4, seed=0)
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "A rollout takes 4 prompts but the size square has 2"
+    ]
+
+
+def test_numbers_of_several_sizes_out_of_range():
+    for sizes, per_rollout, seed in (([], 1, 0), (SIZES, 0, 0), (SIZES, 1, -1)):
+        with pytest.raises(InputError, match="at least"):
+            BucketStream(sizes, per_rollout, seed)
+    with pytest.raises(InputError, match="numbered from 0, got -1"):
+        BucketStream(SIZES, 1, 0).indices(-1)
 
 
 @pytest.mark.parametrize(("num_items", "world_size"), [(5, 2), (7, 3), (2, 4), (0, 3), (8, 4), (5, 1)])
