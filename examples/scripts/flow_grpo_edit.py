@@ -114,7 +114,7 @@ def preservation_reward(
     for result, before in zip(completions, given, strict=True):
         after = to_pil(result).convert("L")
         scale = min(1.0, LONGEST_SIDE / max(after.size))
-        size = tuple(max(round(side * scale), BLOCK) for side in after.size)
+        size = max(round(after.width * scale), BLOCK), max(round(after.height * scale), BLOCK)
         pair = [picture.convert("L").resize(size) for picture in (read_picture(before, "The image"), after)]
         values.append(structural_similarity(*(np.asarray(picture, dtype=np.float64) / 255 for picture in pair)))
     return values
