@@ -57,8 +57,8 @@ class LTX2Model(VideoModel):
         """
         `prompt_embeds` (1, L, D) and `audio_prompt_embeds` (1, L, d), what the connectors make of Gemma's layers.
 
-        Connectors with learnable registers put them in the place of padding, so that L is `max_sequence_length`;
-        those without leave L tokens of the prompt.
+        L is `max_sequence_length`: the connectors put learnt registers in the place of padding, and the network
+        attends to them.
         """
         pipe = self.pipeline
         registers = pipe.connectors.config.video_connector_num_learnable_registers
@@ -75,10 +75,8 @@ class LTX2Model(VideoModel):
             device=pipe.text_encoder.device,
         )
         video, audio, mask = pipe.connectors(embeds, mask, padding_side=pipe.tokenizer.padding_side)
-        kept = mask[0].bool()  # padding is on the left, and the network's text has no positions
-        tokens = {"prompt_embeds": video[:, kept], "audio_prompt_embeds": audio[:, kept]}
-        masks = {f"{name}_mask": torch.ones_like(mask[:, kept], dtype=torch.bool) for name in tokens}
-        return Conditions(tokens | masks, layouts=(self._grid(size),))
+        tensors = {"prompt_embeds": video, "audio_prompt_embeds": audio, "prompt_embeds_mask": mask.bool()}
+        return Conditions(tensors, layouts=(self._grid(size),))
 
     def cache_key(self, row: dict[str, Any], size: MediaSize) -> tuple:
         """The prompt, and the size, which is the layout."""
@@ -146,7 +144,7 @@ class LTX2Model(VideoModel):
             timestep=timesteps,
             sigma=timesteps,
             encoder_attention_mask=inputs["prompt_embeds_mask"],
-            audio_encoder_attention_mask=inputs["audio_prompt_embeds_mask"],
+            audio_encoder_attention_mask=inputs["prompt_embeds_mask"],
             num_frames=frames,
             height=height,
             width=width,
