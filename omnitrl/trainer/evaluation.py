@@ -67,10 +67,7 @@ def evaluate_prompts(
     if trainer.rewards is not None:
         metrics |= _metrics(trainer.rewards.names, rewards, total, prefix)
     metrics[f"{prefix}_runtime"] = round(time.perf_counter() - started, 3)
-    samples = [
-        Sample(prompt=mine[position].row["prompt"], image=media[position], reward=float(total[position]))
-        for position in wanted
-    ]
+    samples = [Sample.of(mine[position].row["prompt"], media[position], float(total[position])) for position in wanted]
     trainer.report.record_evaluation(
         EvaluationRecord(step=trainer.state.global_step, name=prefix, metrics=metrics, samples=samples)
     )

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from tests.distributed.launch import main
+from tests.tiny import CHECKPOINTS
 from tests.trainer.helpers import logged, trainable, trainer
 
 
@@ -69,6 +70,12 @@ def split_groups(place):
 
 def full_fine_tuning(place):
     return four_updates(place, peft_config=None, learning_rate=1e-4)
+
+
+def two_networks(place):
+    """Each has steps of its own: the last backward of a micro-batch, which exchanges gradients, goes to one of them."""
+    model = CHECKPOINTS["wan-a14b"].model()
+    return four_updates(place, model=model, height=32, width=64, num_frames=5, guidance_scale=3.0)
 
 
 def best_and_worst(place):
@@ -273,6 +280,7 @@ SCENARIOS = {
         split_groups,
         full_fine_tuning,
         best_and_worst,
+        two_networks,
         many_backwards,
         second_weights,
         evaluation,

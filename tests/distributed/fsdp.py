@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.ddp import StopAt, make, recording
 from tests.distributed.launch import main
+from tests.tiny import CHECKPOINTS
 from tests.tiny_models import tiny_model
 from tests.trainer.helpers import logged
 
@@ -123,6 +124,12 @@ def bfloat16(place):
     return {**two_updates(place, model=model, bf16=True), "dtypes": dtypes, "timesteps": timesteps}
 
 
+def two_networks(place):
+    """Each network has steps of its own: the last backward of a micro-batch, which exchanges, goes to one of them."""
+    model = CHECKPOINTS["wan-a14b"].model()
+    return two_updates(place, model=model, height=32, width=64, num_frames=5, guidance_scale=3.0)
+
+
 def resumed(place):
     """In the midst of a rollout, where the first network call is the reference's, and at its end; in both formats."""
     result = {}
@@ -193,7 +200,7 @@ def second_weights(place):
     return result
 
 
-SCENARIOS = {f.__name__: f for f in (lora, full_fine_tuning, bfloat16, resumed, saving, second_weights)}
+SCENARIOS = {f.__name__: f for f in (lora, full_fine_tuning, bfloat16, two_networks, resumed, saving, second_weights)}
 
 if __name__ == "__main__":
     main(SCENARIOS)

@@ -45,7 +45,9 @@ def distance(a, b):
     return float(torch.cat([(a[name] - b[name]).flatten() for name in a]).norm() / norm)
 
 
-@pytest.mark.parametrize("name", ["whole_groups", "split_groups", "full_fine_tuning", "best_and_worst"])
+@pytest.mark.parametrize(
+    "name", ["whole_groups", "split_groups", "full_fine_tuning", "best_and_worst", "two_networks"]
+)
 def test_two_processes_train_what_one_trains(two, name, tmp_path):
     first, second = two.results(name)
     assert first["wrapper"] == second["wrapper"] == "DistributedDataParallel"

@@ -26,16 +26,16 @@ def two(tmp_path_factory):
     return launch
 
 
-@pytest.mark.parametrize("name", ["lora", "full_fine_tuning", "bfloat16"])
+@pytest.mark.parametrize("name", ["lora", "full_fine_tuning", "bfloat16", "two_networks"])
 def test_the_weights_are_sharded(two, name):
     for result in two.results(name):
         assert result["wrapped"]
         assert result["parameters"] == {"DTensor"}
-        assert result["units"] == 3  # two blocks and the root
+        assert result["units"] == (5 if name == "two_networks" else 3)  # two blocks of a network, and the root
         assert 0.4 < result["share"] < 0.6
 
 
-@pytest.mark.parametrize("name", ["lora", "full_fine_tuning", "bfloat16"])
+@pytest.mark.parametrize("name", ["lora", "full_fine_tuning", "bfloat16", "two_networks"])
 def test_shards_train_what_whole_weights_train(two, name, tmp_path):
     first, second = two.results(name)
     assert same(first["weights"], second["weights"])
