@@ -58,7 +58,8 @@ class HunyuanModel(FlowModel):
                 "network predicts the mean velocity of a whole step, and no score follows from that: use one without, "
                 "such as hunyuanvideo-community/HunyuanImage-2.1-Diffusers or HunyuanVideo-1.5-Diffusers-480p_i2v."
             )
-        for guider in (pipeline.components.get("guider"), pipeline.components.get("ocr_guider")):
+        components = self.pipeline.components
+        for guider in (components.get("guider"), components.get("ocr_guider")):
             if guider is not None and not is_plain(guider):
                 warn_of_guider(type(pipeline).__name__, type(guider).__name__)
 
@@ -100,9 +101,8 @@ def is_plain(guider: Any) -> bool:
     """Whether a stock guider guides as `FlowModel.guide` does."""
     from diffusers import ClassifierFreeGuidance
 
-    if not isinstance(guider, ClassifierFreeGuidance):
-        return False
-    return all(guider.config[name] == value for name, value in PLAIN_GUIDANCE.items())
+    config = guider.config
+    return isinstance(guider, ClassifierFreeGuidance) and all(config[k] == v for k, v in PLAIN_GUIDANCE.items())
 
 
 @cache  # once for each
