@@ -7,18 +7,16 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from omnitrl.algorithms import SigmaTable, make_sigma_table
 from omnitrl.errors import InputError
-from omnitrl.media import Audio, Video, read_picture
+from omnitrl.media import read_picture
 from omnitrl.models.conditions import Conditions, trimmed
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 
@@ -472,65 +470,6 @@ class FlowModel(ABC):
         return {"images": [one] * self.num_images[0]} if self.num_images[0] else {}
 
 
-class VideoModel(FlowModel):
-    """
-    A family whose media are videos: latents (B, C, F, H, W), pixels (B, 3, F, H, W).
-
-    Videos are decoded one at a time, and made 8-bit before the next is decoded, so that memory does not grow with the
-    batch. A family whose VAE decodes all frames at once turns on its slicing of frames.
-    """
-
-    frame_rate: float = 16.0
-    """Frames per second."""
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> list[Any]:
-        """A [`~omnitrl.media.Video`] of each of the clean latents (B, ...), `None` where one is not finite."""
-        return [self._video(self.decode_pixels(row)[0]) for row in latents.split(1)]
-
-    def _video(self, pixels: Tensor) -> Video | None:
-        """An 8-bit video of pixels (3, F, H, W) in [-1, 1]."""
-        if not bool(pixels.isfinite().all()):
-            return None
-        frames = (pixels.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
-        return Video(frames.permute(1, 2, 3, 0).numpy(), self.frame_rate)
-
-    def encode_images(self, images: Sequence[Any], size: MediaSize = CHECKPOINT_SIZE) -> Tensor:
-        """Refused: a picture is no video."""
-        raise InputError(
-            f"{type(self.pipeline).__name__} makes videos, and pictures cannot take their place: give clean latents "
-            f"of shape {self.latent_shape(size)}, which `encode_pixels` makes of videos."
-        )
-
-
-class AudioModel(FlowModel):
-    """
-    A family whose media are sounds: latents (B, C, L); `decode_pixels` gives waveforms (B, channels, samples).
-
-    An autoencoder makes whole blocks of samples. What it makes is cut to the exact length.
-    """
-
-    @property
-    @abstractmethod
-    def sampling_rate(self) -> int:
-        """Samples per second."""
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> list[Any]:
-        """An [`~omnitrl.media.Audio`] of each of the clean latents (B, ...), `None` where one is not finite."""
-        length = size.filled(self.default_size).audio_length
-        assert length is not None  # every family of sounds has one
-        waves = self.decode_pixels(latents).float().cpu()[..., : int(length * self.sampling_rate)].clamp(-1, 1)
-        return [Audio(wave.numpy(), self.sampling_rate) if bool(wave.isfinite().all()) else None for wave in waves]
-
-    def encode_images(self, images: Sequence[Any], size: MediaSize = CHECKPOINT_SIZE) -> Tensor:
-        """Refused: a picture is no sound."""
-        raise InputError(
-            f"{type(self.pipeline).__name__} makes sounds, and pictures cannot take their place: give clean latents "
-            f"of shape {self.latent_shape(size)}, which `encode_pixels` makes of sounds."
-        )
-
-
 def given_images(row: Mapping[str, Any]) -> list[Any]:
     """What a row has in `image` or `images`, as a list."""
     given = row.get("images")
@@ -548,61 +487,8 @@ def _depth(value: Any) -> int:
     return value.ndim if isinstance(value, np.ndarray | Tensor) else 0
 
 
-class Policy(nn.Module):
-    """
-    The trainable networks of a [`FlowModel`] as one module, which is what DDP, FSDP and DeepSpeed wrap.
-
-    `forward` is [`FlowModel.velocity`], so a wrapper sees every network call.
-    """
-
-    def __init__(self, model: FlowModel) -> None:
-        super().__init__()
-        self.networks = model.networks
-        self._velocity = model.velocity
-        blocks = {name for net in model.networks.values() for name in (_wrap_classes(net))}
-        self._no_split_modules = sorted(blocks)
-
-    def forward(
-        self, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance_scale: float = 1.0
-    ) -> Tensor:
-        """See [`FlowModel.velocity`]."""
-        return self._velocity(latents, timesteps, conditions, guidance_scale)
-
-    def compile_blocks(self, backend: str, mode: str | None = None) -> int:
-        """
-        Compiles each block of the networks in place, and returns how many there are.
-
-        Blocks are alike, so one compilation serves all of them, which takes a fraction of the time of the whole
-        network; and their weights keep their names.
-        """
-        blocks = [module for module in self.networks.modules() if type(module).__name__ in self._no_split_modules]
-        for block in blocks:
-            block.compile(backend=backend, mode=mode)
-        return len(blocks)
-
-    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **_: Any) -> None:
-        """
-        Called by `transformers.Trainer`; diffusers networks have their own switch.
-
-        They are told the function: their default one takes no keywords, with which `HunyuanImageTransformer2DModel`
-        calls its blocks.
-        """
-        network: Any
-        for network in self.networks.values():
-            network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **_: Any) -> None:
-        """The name that transformers < 5.20 calls."""
-        self.activation_checkpointing_enable()
-
-
 def _unwrapped(network: Any) -> Any:
     """The diffusers network in a `PeftModel`."""
     from peft import PeftModel
 
     return network.get_base_model() if isinstance(network, PeftModel) else network
-
-
-def _wrap_classes(network: Any) -> list[str]:
-    # Every diffusers network has both; the first is None where diffusers does not know how to place it on devices.
-    return list(network._no_split_modules or network._repeated_blocks)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from omnitrl.models.base import VideoModel
 from omnitrl.models.conditions import Conditions
 from omnitrl.models.hunyuan import HunyuanModel
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.video import VideoModel
 
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from torch import Tensor
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
 from omnitrl.media import Audio
-from omnitrl.models.base import VideoModel, stock_sigma_table
+from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.video import VideoModel
 
 
 class LTX2Model(VideoModel):

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from omnitrl.errors import InputError
 
@@ -62,7 +63,7 @@ def _number(name: str, value: Any) -> Any:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     example = "30.0" if name == "audio_length" else "512"
-    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value > 0:
         raise InputError(f"{name}={value!r} must be a number above 0, or missing: use {name}={example}.")
     if name == "audio_length":
         return float(value)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
-from omnitrl.models.base import AudioModel, stock_sigma_table
+from omnitrl.models.audio import AudioModel
+from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 

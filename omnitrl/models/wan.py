@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
-from omnitrl.models.base import VideoModel, stock_sigma_table
+from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.video import VideoModel
 
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ def merged_adapters(model: FlowModel) -> Iterator[None]:
     rounding, a little more with each rollout. That takes the memory of the adapted weights once more.
     """
     kept: list[tuple[Any, Tensor]] = []
-    networks = [network for network in model.networks.values() if isinstance(network, PeftModel)]
+    networks: list[Any] = [network for network in model.networks.values() if isinstance(network, PeftModel)]
     try:
         with torch.no_grad():
             for network in networks:
