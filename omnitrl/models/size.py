@@ -68,7 +68,7 @@ def _number(name: str, value: Any) -> Any:
     if name == "audio_length":
         return float(value)
     if value != int(value):
-        raise InputError(f"{name}={value!r} must be a whole number: use {name}={round(value)}.")
+        raise InputError(f"{name}={value!r} must be a whole number: use {name}={round(float(value))}.")
     return int(value)
 
 
