@@ -11,7 +11,7 @@ from tests.tiny.parts import WIDTH, kl_vae, qwen3_config, qwen_tokenizer
 
 
 def tiny_z_image(shift=6.0, dynamic=False):
-    """A `ZImagePipeline` up to 256 × 256 pixels, with Z-Image's shift; Z-Image-Turbo has 3."""
+    """A `ZImagePipeline` up to 1024 × 1024 pixels, with Z-Image's shift; Z-Image-Turbo has 3."""
     torch.manual_seed(0)
     tokenizer = qwen_tokenizer()
     transformer = ZImageTransformer2DModel(
