@@ -30,6 +30,7 @@ INSTALL_REQUIRES = [
     "accelerate>=1.12",
     "datasets>=4.7",
     "diffusers>=0.40",
+    "ftfy>=6.1",  # `WanImageToVideoPipeline` cleans prompts with it and does not ask whether it is there
     "huggingface_hub>=1.23",
     "jinja2>=3.1",
     "matplotlib>=3.8",

@@ -4,12 +4,13 @@
 import os
 import time
 
+import datasets
 import torch.distributed as dist
 from transformers import TrainerCallback
 
 from tests.distributed.launch import main
 from tests.tiny import CHECKPOINTS
-from tests.trainer.helpers import logged, trainable, trainer
+from tests.trainer.helpers import PROMPTS, logged, trainable, trainer
 
 
 RANK = int(os.environ.get("RANK", 0))
@@ -73,7 +74,7 @@ def full_fine_tuning(place):
 
 
 def two_networks(place):
-    """Each has steps of its own: the last backward of a micro-batch, which exchanges gradients, goes to one of them."""
+    """Each has steps of its own: the last backward of a micro-batch, which exchanges, goes to one of them."""
     model = CHECKPOINTS["wan-a14b"].model()
     return four_updates(place, model=model, height=32, width=64, num_frames=5, guidance_scale=3.0)
 
@@ -82,6 +83,22 @@ def best_and_worst(place):
     """Each process chooses among its own groups; two of four are trained, in one update of each rollout."""
     chosen = {"algorithm": "dance_grpo", "best_of_n": 2, "same_init_noise": False}
     return four_updates(place, gradient_accumulation_steps=2 // WORLD_SIZE, **chosen)
+
+
+TWO_SIZES = [
+    {"prompt": prompt, "height": height, "width": width}
+    for prompt, (height, width) in zip(PROMPTS, ((64, 64), (32, 96), (64, 64), (64, 64), (32, 96)), strict=True)
+]
+
+
+def two_sizes(place):
+    """Rollouts of one size and another; a process cannot tell from its own share which comes next."""
+    return four_updates(place, data=TWO_SIZES)
+
+
+def streamed(place):
+    """Every process reads the whole stream."""
+    return four_updates(place, data=datasets.Dataset.from_list(TWO_SIZES).to_iterable_dataset())
 
 
 def many_backwards(place):
@@ -126,6 +143,7 @@ def evaluation(place):
     """Means over shares that are even, odd, and smaller than the number of processes."""
     run = make(place, rewards=scored_by_number, data=NUMBERS)
     sets = {"ten": NUMBERS, "seven": NUMBERS[:7], "one": NUMBERS[3:4]}
+    sets["sizes"] = [{"prompt": number, "width": 32 if number in "046" else 64} for number in NUMBERS[:7]]
     result = run.evaluate(sets)
     result |= {f"twice_{key}": value for key, value in evaluate_twice_each(run).items()}
     return result
@@ -280,6 +298,8 @@ SCENARIOS = {
         split_groups,
         full_fine_tuning,
         best_and_worst,
+        two_sizes,
+        streamed,
         two_networks,
         many_backwards,
         second_weights,
