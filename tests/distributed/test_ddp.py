@@ -20,6 +20,8 @@ TOGETHER = (
     "split_groups",
     "full_fine_tuning",
     "best_and_worst",
+    "two_sizes",
+    "streamed",
     "many_backwards",
     "second_weights",
     "evaluation",
@@ -46,7 +48,8 @@ def distance(a, b):
 
 
 @pytest.mark.parametrize(
-    "name", ["whole_groups", "split_groups", "full_fine_tuning", "best_and_worst", "two_networks"]
+    "name",
+    ["whole_groups", "split_groups", "full_fine_tuning", "best_and_worst", "two_networks", "two_sizes", "streamed"],
 )
 def test_two_processes_train_what_one_trains(two, name, tmp_path):
     first, second = two.results(name)
@@ -106,7 +109,7 @@ def test_evaluation_counts_every_prompt_once(two):
     assert first.keys() == second.keys()
     assert all(first[key] == second[key] for key in first if not key.endswith("_runtime"))
     assert first["eval_ten_reward"] == 4.5
-    assert first["eval_seven_reward"] == 3.0
+    assert first["eval_seven_reward"] == first["eval_sizes_reward"] == 3.0
     assert first["eval_one_reward"] == 3.0
     assert first["twice_eval_reward"] == 1.0
 
