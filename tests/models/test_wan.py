@@ -2,6 +2,7 @@
 """What is particular to Wan; what it shares with other families is in test_families.py."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from diffusers import UniPCMultistepScheduler, WanPipeline
 from peft import LoraConfig
 
 from omnitrl.errors import InputError
+from omnitrl.media import Video
 from omnitrl.models import MediaSize, load_flow_model
 from omnitrl.models.wan import WanModel
 from omnitrl.models.wan_i2v import WanImageToVideoModel
@@ -339,6 +341,22 @@ def test_whole_networks_are_trained_one_at_a_time(tmp_path):
     )
     run.train()
     assert {path.name for path in (tmp_path / "out" / "checkpoint-2").iterdir() if path.is_dir()} == {"transformer"}
+
+
+def test_the_reward_of_the_page_reads_every_fourth_frame():
+    page = (Path(__file__).parents[2] / "docs" / "source" / "models" / "wan.md").read_text("utf-8")
+    code = re.search(r"def text_in_frames.*?\n\n", page, re.DOTALL)[0]
+    asked = []
+
+    def ocr_reward(prompts, completions):
+        asked.append((prompts, [image.getpixel((0, 0))[0] for image in completions]))
+        return [image.getpixel((0, 0))[0] / 8 for image in completions]
+
+    names = {"ocr_reward": ocr_reward}
+    exec(code, names)
+    frames = np.arange(9, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 3), dtype=np.uint8)
+    assert names["text_in_frames"](["a"], [Video(frames, 16.0)], seed=[1]) == [0.5]
+    assert asked == [(["a"] * 3, [0, 4, 8])]
 
 
 # Images
