@@ -115,6 +115,19 @@ def test_the_recipe_of_flux_makes_its_batch_on_eight_devices(monkeypatch):
     assert (args.epsilon, args.beta, args.noise_level, args.guidance_scale) == (1e-4, 0.0, 0.9, 3.5)
 
 
+def test_the_recipe_of_ltx_makes_its_batch_on_eight_devices(monkeypatch):
+    monkeypatch.setattr(FlowGRPOConfig, "world_size", 8)
+    _, args = parse("--config", RECIPES / "ltx23_sound.yaml", "--dataset", "prompts.txt", "--use_cpu", "true")
+    assert args.generation_batch_size == 32 * 8
+    assert (args.prompts_per_rollout, args.updates_per_rollout) == (32, 2)
+    assert args.max_steps == 100 * args.updates_per_rollout
+    windows = [args.trained_steps(rollout) for rollout in range(40)]
+    assert all(len(window) == 3 and set(window) <= set(range(10)) for window in windows)
+    assert set().union(*windows) == set(range(10))
+    assert any(window[2] - window[0] > 2 for window in windows)
+    assert args.weights_of_modalities is None
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_say_what_they_train(recipe):
     values = yaml.safe_load(recipe.read_text("utf-8"))
