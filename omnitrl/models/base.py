@@ -109,6 +109,8 @@ class FlowModel(ABC):
     """Fewest and most condition images that a row has, in its column `image` or `images`."""
     guidance_scale_2: float | None = None
     """Guidance of the second of two networks, where it is another than that of the first."""
+    unused_modules: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of modules that the pipeline never calls; frozen too where all weights are trained."""
 
     def __init__(self, pipeline: DiffusionPipeline, max_sequence_length: int | None = None) -> None:
         self.pipeline: Any = pipeline  # its components differ from class to class

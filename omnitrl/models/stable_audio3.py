@@ -49,6 +49,7 @@ class StableAudio3Model(AudioModel):
         "cross_attn.to_kv",
         "cross_attn.to_out",
     )
+    unused_modules = ("to_local_embed",)  # for inpainting
     default_guidance_scale = 7.0
     default_max_sequence_length = 256
 

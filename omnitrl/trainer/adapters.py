@@ -53,6 +53,9 @@ def attach_adapters(
             )
         if peft_config is None:
             network.requires_grad_(True).float()
+            for module_name, module in network.named_modules():
+                if module_name.endswith(model.unused_modules):  # false for all where there are none
+                    module.requires_grad_(False)
         elif isinstance(peft_config, PeftConfig):
             model.networks[name] = _new_adapter(network, _checked(peft_config), model)
             # get_peft_model looks for `name_or_path`, which diffusers networks do not have.

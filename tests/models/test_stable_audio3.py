@@ -143,6 +143,16 @@ def test_two_updates_saved_and_resumed(tmp_path):
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
+def test_all_weights_are_those_that_are_used():
+    trained = CHECKPOINTS["stable-audio-3"].model()
+    attach_adapters(trained, None)
+    frozen = {name.split(".")[2] for name, p in trained.transformer.named_parameters() if not p.requires_grad}
+    assert frozen == {"to_local_embed"}
+    inputs = trained.example_inputs(1, size=MediaSize(audio_length=1.0))
+    trained.velocity(**inputs).square().mean().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in trained.networks.parameters())
+
+
 def test_the_code_that_loads_the_adapter_runs(model, tmp_path):
     """With PEFT, as the pipeline has no loader."""
     trained = CHECKPOINTS["stable-audio-3"].model()
