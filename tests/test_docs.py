@@ -34,8 +34,9 @@ def test_the_documentation_builds(docs):
     done = build(docs)
     assert done.returncode == 0, done.stderr
     page = (docs / "build" / "html" / "index.html").read_text("utf-8")
-    assert '<a href="index.html#load_prompts"><code>load_prompts</code></a>' in page
-    assert "<strong>source</strong> (<code>datasets.Dataset</code>" in page
+    assert '<a href="datasets.html#load_prompts"><code>load_prompts</code></a>' in page
+    page = (docs / "build" / "html" / "datasets.html").read_text("utf-8")
+    assert "<strong>source</strong> (<code>Dataset</code>" in page
 
 
 @pytest.mark.slow

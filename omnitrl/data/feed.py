@@ -49,6 +49,7 @@ class StoredFeed:
 
     def __init__(self, rows: StoredRows, stream: BucketStream) -> None:
         self.rows, self.stream = rows, stream
+        self._last: tuple[int, list[int]] = (-1, [])
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -57,11 +58,11 @@ class StoredFeed:
 
     def row(self, rollout: int, group: int) -> Row:
         """The row of a group of a rollout."""
-        return self.rows[self.stream.indices(rollout)[group]]
+        return self.rows[self._number(rollout, group)]
 
     def where(self, rollout: int, group: int) -> str:
         """What to call it in an error."""
-        return self.rows.where(self.stream.indices(rollout)[group])
+        return self.rows.where(self._number(rollout, group))
 
     def size(self, rollout: int) -> Any:
         """Size of the media of a rollout."""
@@ -70,8 +71,14 @@ class StoredFeed:
     def other(self, rollout: int, group: int, draw: int) -> Row:
         """Another row of the same size, of which there must be two."""
         rows = self.stream.others(rollout)
-        own = rows.index(self.stream.indices(rollout)[group])
+        own = rows.index(self._number(rollout, group))
         return self.rows[rows[(own + 1 + draw % (len(rows) - 1)) % len(rows)]]
+
+    def _number(self, rollout: int, group: int) -> int:
+        """Number of a group's row; those of the last rollout are kept, since a permutation has all rows."""
+        if self._last[0] != rollout:
+            self._last = (rollout, self.stream.indices(rollout))
+        return self._last[1][group]
 
 
 class StreamFeed:

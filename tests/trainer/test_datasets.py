@@ -2,6 +2,8 @@
 """Rows of several sizes, prompts from a stream, and condition images, through whole trainers."""
 
 import io
+import re
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -265,6 +267,40 @@ def test_previews_of_a_stream(tmp_path):
     run.report.record_evaluation = records.append
     run.train()
     assert [[sample.prompt for sample in record.samples] for record in records] == [PROMPTS] * 2
+
+
+# The page
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "source" / "datasets.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
+    """One after the other, as a reader would."""
+    monkeypatch.chdir(tmp_path)
+    made, steps = {}, []
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "datasets.md", "exec"), made)
+        steps.append(made["trainer"].state.global_step if "trainer" in made else 0)
+        if steps[-1] and len(steps) == 2:
+            assert len(made["trainer"].sizes) == 3
+    assert steps == [0, 4, 4]
+
+
+def test_the_errors_of_the_page_are_those_that_are_raised(tmp_path):
+    quoted = " ".join(PAGE.split())
+    rows = [{"prompt": p, "height": 60 if i == 3 else 64} for i, p in enumerate(PROMPTS)]
+    with pytest.raises(InputError) as error:
+        trainer(tmp_path, data=rows)
+    assert str(error.value) in quoted
+    rows = image_rows(tmp_path)
+    rows[2] |= {"prompt": "make it snow", "image": str(tmp_path / "1.png")}
+    (tmp_path / "1.png").write_text("no picture")
+    rows[1]["image"] = rows[0]["image"]
+    with pytest.raises(InputError) as error:
+        editing(tmp_path / "out", rows)
+    assert str(error.value).replace(str(tmp_path), "/data/pictures") in quoted
 
 
 # Condition images
