@@ -100,7 +100,7 @@ def tiny_qwen_image(pipeline_class=QwenImagePipeline, zero_cond_t=False):
     transformer = QwenImageTransformer2DModel(
         in_channels=16,
         out_channels=4,
-        num_layers=2,
+        num_layers=3,
         attention_head_dim=16,
         num_attention_heads=2,
         joint_attention_dim=32,
