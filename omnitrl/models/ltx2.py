@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class LTX2Model(VideoModel):
         "audio_ff.net.2",
     )
     default_guidance_scale = 4.0
+    noise_levels = {"cps": 0.8}
     default_max_sequence_length = 1024
     default_size = MediaSize(512, 768, 121)  # of the stock call; a checkpoint names none
     frame_rate = 24.0
@@ -88,9 +89,8 @@ class LTX2Model(VideoModel):
         pipe, size = self.pipeline, size.filled(self.default_size)
         space, time = pipe.vae_spatial_compression_ratio, pipe.vae_temporal_compression_ratio
         multiple = lcm(32, space)  # the stock pipeline asks for 32 whatever its VAE
-        height, width = (
-            check_multiple(name, side, multiple) for name, side in (("height", size.height), ("width", size.width))
-        )
+        sides = {"height": size.height, "width": size.width}
+        height, width = (check_multiple(name, side, multiple) for name, side in sides.items())
         frames = check_multiple("num_frames", size.num_frames, time, offset=1)
         rate = pipe.audio_sampling_rate / pipe.audio_hop_length / float(pipe.audio_vae_temporal_compression_ratio)
         length = round(frames / self.frame_rate * rate)
@@ -105,17 +105,17 @@ class LTX2Model(VideoModel):
     def _split(self, latents: Tensor, grid: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
         """Latents (B, C, F, H, W) of the video and (B, c, L, M) of the sound."""
         video, audio = self._shapes(grid)
-        parts = latents.split([int(np.prod(video)), int(np.prod(audio))], dim=1)
+        parts = latents.split([prod(video), prod(audio)], dim=1)
         return parts[0].unflatten(1, video), parts[1].unflatten(1, audio)
 
     def latent_shape(self, size: MediaSize = CHECKPOINT_SIZE) -> tuple[int, ...]:
         """(D,), the elements of both modalities."""
-        return (sum(int(np.prod(shape)) for shape in self._shapes(self._grid(size))),)
+        return (sum(map(prod, self._shapes(self._grid(size)))),)
 
     def modalities(self, size: MediaSize = CHECKPOINT_SIZE) -> dict[str, slice]:
         """`video` and `audio`."""
-        (both,), video = self.latent_shape(size), int(np.prod(self._shapes(self._grid(size))[0]))
-        return {"video": slice(0, video), "audio": slice(video, both)}
+        video, audio = map(prod, self._shapes(self._grid(size)))
+        return {"video": slice(0, video), "audio": slice(video, video + audio)}
 
     def sigmas(self, num_steps: int, size: MediaSize = CHECKPOINT_SIZE) -> SigmaTable:
         """The scheduler's grid, shifted for the number of video tokens; video and sound share it."""
@@ -168,7 +168,7 @@ class LTX2Model(VideoModel):
         sounds = [self._audio(row) for row in sound.split(1)]
         return [
             None if silent is None or audio is None else replace(silent, audio=audio)
-            for silent, audio in zip(super().decode(video), sounds, strict=True)
+            for silent, audio in zip(super().decode(video, size), sounds, strict=True)
         ]
 
     def _audio(self, latents: Tensor) -> Audio | None:

@@ -2,12 +2,15 @@
 """What is particular to LTX-2; what it shares with other families is in test_families.py."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from omnitrl.errors import InputError
+from omnitrl.media import Audio, Video
 from omnitrl.models import Conditions, MediaSize, load_flow_model
 from omnitrl.models.ltx2 import LTX2Model
 from omnitrl.rollout import LocalEngine, SampleNoise, SampleRequest, SamplingParams
@@ -334,6 +337,20 @@ def test_the_default_targets_are_the_28_layers_of_a_block_that_the_recipe_names(
     names = [name for name, _ in run.flow_model.transformer.named_modules() if "transformer_blocks.0." in name]
     targets = LTX2Model.default_lora_targets
     assert len([name for name in names if any(name.endswith("." + target) for target in targets)]) == 28
+
+
+def test_the_reward_of_the_page_hears_what_moves():
+    page = (Path(__file__).parents[2] / "docs" / "source" / "models" / "ltx2.md").read_text("utf-8")
+    code = re.search(r"def sound_follows_motion.*?\n\n", page, re.DOTALL)[0]
+    names = {"np": np}
+    exec(code, names)
+    frames = np.zeros((5, 2, 2, 3), dtype=np.uint8)
+    frames[3:] = 200  # it moves in the third of four intervals
+    loud = {i: np.repeat((np.arange(4) == i).astype(np.float32), 10)[None] for i in (0, 2)}
+    videos = [Video(frames, 24.0, Audio(loud[i], 240)) for i in (2, 0)]
+    videos.append(Video(frames * 0, 24.0, Audio(loud[0], 240)))
+    scores = names["sound_follows_motion"](completions=videos, seed=[1])
+    assert scores == pytest.approx([1.0, -1 / 3, 0.0])
 
 
 def loudness(prompts, completions, **kwargs):
