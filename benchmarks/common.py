@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: random SD3 pipelines, interleaved timing, tables, and the JSON files."""
+"""What the benchmarks share: random pipelines, interleaved timing, tables, and the JSON files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import string
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,9 @@ from unittest.mock import patch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is built here; looking for a network would cost time
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+# The tokenizers, text encoders and VAEs of the tests' checkpoints serve here too.
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -305,6 +309,105 @@ def sd3_model(geometry: Geometry = Geometry(), seed: int = 0) -> Any:
     from omnitrl.models import load_flow_model
 
     return load_flow_model(sd3_pipeline(geometry, seed), max_sequence_length=geometry.t5_length)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """
+    What a benchmark runs: a model, its media, and how the stock pipeline is called.
+
+    Args:
+        model ([`~omnitrl.models.FlowModel`]):
+            Random weights, 20 to 40 million of them in the network.
+        size ([`~omnitrl.models.MediaSize`]):
+            Of 256 image tokens.
+        guidance_argument (`str`):
+            What the stock pipeline calls the guidance scale.
+        arguments (`dict`):
+            Further arguments of the stock pipeline.
+    """
+
+    model: Any
+    size: Any
+    guidance_argument: str
+    arguments: dict[str, Any]
+
+    def stock(self, prompts: list[str], steps: int, guidance_scale: float, seeds: Sequence[int]) -> Any:
+        """What the stock pipeline makes."""
+        import torch
+
+        sizes = {name: value for name, value in vars(self.size).items() if value is not None}
+        negative = self.model.default_negative_prompt
+        return self.model.pipeline(
+            prompt=prompts,
+            negative_prompt=[negative] * len(prompts),
+            num_inference_steps=steps,
+            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+            max_sequence_length=self.model.max_sequence_length,
+            **{self.guidance_argument: guidance_scale},
+            **sizes,
+            **self.arguments,
+        )
+
+
+def _sd3(quick: bool) -> Subject:
+    from omnitrl.models import MediaSize
+
+    geometry = TINY if quick else Geometry()
+    side = geometry.latent_size * 2 ** (len(geometry.vae_channels) - 1)
+    return Subject(sd3_model(geometry), MediaSize(side, side), "guidance_scale", {})
+
+
+def _qwen_image(quick: bool) -> Subject:
+    from diffusers import QwenImageTransformer2DModel
+
+    from omnitrl.models import MediaSize, load_flow_model
+    from tests.tiny.parts import liven
+    from tests.tiny.qwen_image import tiny_qwen_image
+
+    pipeline = tiny_qwen_image()
+    if not quick:
+        network = QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=6,
+            attention_head_dim=64,
+            num_attention_heads=6,
+            joint_attention_dim=32,
+            axes_dims_rope=(8, 28, 28),
+        )
+        liven(network.proj_out)
+        pipeline.register_modules(transformer=network)
+    side = 64 if quick else 256
+    return Subject(load_flow_model(pipeline, max_sequence_length=64), MediaSize(side, side), "true_cfg_scale", {})
+
+
+def _wan(quick: bool) -> Subject:
+    from diffusers import WanTransformer3DModel
+
+    from omnitrl.models import MediaSize, load_flow_model
+    from tests.tiny.wan import CHANNELS, WIDTH, tiny_wan
+
+    pipeline = tiny_wan()
+    if not quick:
+        network = WanTransformer3DModel(
+            num_attention_heads=6,
+            attention_head_dim=64,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            text_dim=WIDTH,
+            freq_dim=64,
+            ffn_dim=1536,
+            num_layers=10,
+            rope_max_seq_len=64,
+        )
+        pipeline.register_modules(transformer=network)
+    size = MediaSize(64, 64, 5) if quick else MediaSize(128, 128, 13)
+    return Subject(load_flow_model(pipeline, max_sequence_length=64), size, "guidance_scale", {"output_type": "np"})
+
+
+SUBJECTS: dict[str, Callable[[bool], Subject]] = {"sd3": _sd3, "qwen_image": _qwen_image, "wan": _wan}
+"""Geometry of a family -> its model; `True` for the small one."""
 
 
 def num_parameters(module: Any) -> int:

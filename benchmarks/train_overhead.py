@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-CPU seconds of FlowGRPO's training step over bare forward and backward of the same network on the same tensors.
+CPU seconds of FlowGRPO's training step over bare forward and backward of the same network on the same tensors, for
+three families.
 
 Both take the samples of one rollout through the same number of network calls, in turns in one process; the bare loop
 has its inputs stacked beforehand and the mean square of the velocity as its loss. What comes between two training
@@ -16,9 +17,10 @@ import time
 from statistics import median
 from typing import Any
 
+import numpy as np
 from common import (
-    TINY,
-    Geometry,
+    SUBJECTS,
+    Subject,
     Timing,
     environment,
     interleave,
@@ -26,26 +28,26 @@ from common import (
     medians,
     num_parameters,
     parse_args,
-    print_parts,
     print_table,
-    sd3_model,
     write_json,
 )
 
 
-GOAL = 1.10
+GOAL = 1.05
 BARE, TRAINER = "bare forward + backward", "training step"
 STEPS, TRAINED = 4, 2
 SAMPLES = 4
 UPDATES_AFTER = 3  # that show what comes between two training steps
 
 
-def make_config(guidance_scale: float, folder: str) -> Any:
+def make_config(subject: Subject, guidance_scale: float, folder: str) -> Any:
     """One rollout of one group, and all updates on it."""
     from omnitrl import FlowGRPOConfig
 
+    sizes = {name: value for name, value in vars(subject.size).items() if value is not None}
     return FlowGRPOConfig(
         output_dir=folder,
+        **sizes,
         beta=0.0,
         guidance_scale=guidance_scale,
         num_inference_steps=STEPS,
@@ -63,7 +65,7 @@ def make_config(guidance_scale: float, folder: str) -> Any:
     )
 
 
-def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats: int, folder: str) -> Any:
+def make_trainer(subject: Subject, lora: bool, guidance_scale: float, repeats: int, folder: str) -> Any:
     """A FlowGRPO trainer whose first training step is the measurement."""
     import torch
     from peft import LoraConfig
@@ -88,13 +90,13 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
             return loss
 
         def _measure(self, model: Any, inputs: Any) -> None:
-            buffer, batches = self.next_micro_batch()  # makes the rollout
+            _, batches = self.next_micro_batch()  # makes the rollout
             network = self.flow_model.transformer
-            calls = [self._network_inputs(batch, buffer) for batch in batches]
+            calls = [self._network_inputs(network, batch) for batch in batches]
 
             def bare() -> None:
-                for call in calls:
-                    network(**call, return_dict=False)[0].square().mean().backward()
+                for args, kwargs in calls:
+                    network(*args, **kwargs)[0].square().mean().backward()
 
             def trainer() -> None:
                 self._micro_step = 0
@@ -115,20 +117,20 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
             self._micro_step = 0
             model.zero_grad(set_to_none=True)
 
-        def _network_inputs(self, batch: Any, buffer: Any) -> dict[str, Tensor]:
-            copies = 2 if guidance_scale > 1 else 1
-            conditions = batch.conditions.guided() if copies == 2 else batch.conditions.positive
-            return {
-                "hidden_states": torch.cat([batch.latents] * copies),
-                "timestep": torch.cat([buffer.table.timesteps[batch.steps]] * copies),
-                "encoder_hidden_states": conditions["prompt_embeds"],
-                "pooled_projections": conditions["pooled"],
-            }
+        def _network_inputs(self, network: Any, batch: Any) -> tuple[Any, Any]:
+            """What the network is called with for a batch."""
+            seen: list[tuple[Any, Any]] = []
+            hook = network.register_forward_pre_hook(lambda _, *call: seen.append(call), with_kwargs=True)
+            with torch.no_grad():
+                self.call_policy(self.model, batch)
+            hook.remove()
+            (call,) = seen
+            return call
 
     return TimedTrainer(
-        sd3_model(geometry),
+        subject.model,
         brightness,
-        make_config(guidance_scale, folder),
+        make_config(subject, guidance_scale, folder),
         train_dataset=["sign 1", "sign 2"],
         peft_config=LoraConfig(r=32, lora_alpha=64) if lora else None,
     )
@@ -136,23 +138,30 @@ def make_trainer(geometry: Geometry, lora: bool, guidance_scale: float, repeats:
 
 def brightness(completions: list[Any], **_: Any) -> list[float]:
     """A reward that takes no time."""
-    return [float(image.getpixel((0, 0))[0]) for image in completions]
+    return [float(np.asarray(medium).flat[0]) for medium in completions]
 
 
-def run_setting(geometry: Geometry, lora: bool, guidance_scale: float, repeats: int) -> dict[str, Any]:
+def run_setting(family: str, quick: bool, lora: bool, guidance_scale: float, repeats: int) -> dict[str, Any]:
     """Times one kind of training."""
+    subject = SUBJECTS[family](quick)
+    parameters = num_parameters(subject.model.transformer)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(geometry, lora, guidance_scale, repeats, folder)
+        trainer = make_trainer(subject, lora, guidance_scale, repeats, folder)
         trainer.train()
     bare, step = (medians(trainer.timings[name]) for name in (BARE, TRAINER))
+    parts = {name: median_parts(timings) for name, timings in trainer.timings.items()}
+    of_step = parts[TRAINER]
     return {
+        "family": family,
+        "network_parameters": parameters,
         "weights": "LoRA r=32" if lora else "all",
         "guidance_scale": guidance_scale,
         "repeats": repeats,
         "trainable_parameters": sum(p.numel() for p in trainer.trainable_parameters()),
         "seconds": {BARE: bare, TRAINER: step},
         "ratios": {key: step[key] / bare[key] for key in ("cpu", "wall")},
-        "parts": {name: median_parts(timings) for name, timings in trainer.timings.items()},
+        "share_outside_network": 1 - (of_step["network"] + of_step["backward"]) / sum(of_step.values()),
+        "parts": parts,
         "cpu_seconds_between_training_steps": median(trainer.between),
     }
 
@@ -161,20 +170,30 @@ def show(results: list[dict[str, Any]]) -> None:
     """Prints the ratios, and where the time goes."""
     rows = [
         (
+            result["family"],
             result["weights"],
             result["guidance_scale"],
             f"{result['seconds'][BARE]['cpu']:.3f}",
             f"{result['seconds'][TRAINER]['cpu']:.3f}",
             f"{result['ratios']['cpu']:.3f}",
             f"{result['ratios']['wall']:.3f}",
+            f"{result['share_outside_network']:.3f}",
             f"{result['cpu_seconds_between_training_steps']:.3f}",
         )
         for result in results
     ]
-    header = ("trained", "guidance", "bare, CPU s", "step, CPU s", "ratio", "wall ratio", "between steps, CPU s")
+    header = ("family", "trained", "guidance", "bare, CPU s", "step, CPU s", "ratio", "wall ratio")
+    header = (*header, "outside network", "between steps, CPU s")
     print_table(f"Training step over bare forward and backward, goal {GOAL:.2f}", header, rows)
-
-    print_parts("Where the CPU time goes, ms", results, "weights", "trained")
+    names = list(results[0]["parts"][TRAINER])
+    header = ("", "family", "trained", "guidance", *names)
+    rows = [
+        (name, result["family"], result["weights"], result["guidance_scale"])
+        + tuple(f"{1e3 * parts.get(part, 0):.2f}" for part in names)
+        for result in results
+        for name, parts in result["parts"].items()
+    ]
+    print_table("Where the CPU time goes, ms", header, rows)
 
 
 def main() -> None:
@@ -182,16 +201,20 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    geometry, repeats = (TINY, 2) if args.quick else (Geometry(), 7)
-    settings = [(True, 1.0), (False, 1.0), (True, 4.5)][1 if args.quick else 0 :]
-    results = [run_setting(geometry, lora, guidance, repeats) for lora, guidance in settings]
+    repeats = 2 if args.quick else 7
+    settings = [("sd3", False, 1.0), ("sd3", True, 4.5), ("qwen_image", True, 1.0), ("wan", True, 1.0)]
+    settings += [] if args.quick else [("sd3", True, 1.0), ("qwen_image", True, 4.0), ("wan", True, 4.0)]
+    results = []
+    for family, lora, guidance in sorted(settings):
+        results.append(run_setting(family, args.quick, lora, guidance, repeats))
+        print(
+            f"{family}, {results[-1]['weights']}, guidance {guidance}: {results[-1]['ratios']['cpu']:.3f}", flush=True
+        )
     show(results)
     content = {
         "benchmark": "train_overhead",
         "quick": args.quick,
         "environment": environment(args.threads),
-        "network_parameters": num_parameters(sd3_model(geometry).transformer),
-        "image_tokens": (geometry.latent_size // geometry.patch_size) ** 2,
         "samples": SAMPLES,
         "trained_steps": TRAINED,
         "goal": GOAL,

@@ -62,6 +62,7 @@ from omnitrl.algorithms.selection import PreferencePairs, best_and_worst, prefer
 from omnitrl.algorithms.sigmas import SigmaTable, make_sigma_table, shifted_sigmas, time_shift
 from omnitrl.algorithms.solvers import ODE_SOLVERS, SolverTable, predicted_data, solver_step, solver_table, thin_tail
 from omnitrl.algorithms.transitions import (
+    DEFAULT_NOISE_LEVEL,
     LOG_PROB_FORMS,
     LOG_PROB_REDUCTIONS,
     SDE_TYPES,
@@ -86,6 +87,7 @@ __all__ = [
     "ALIGN_BRANCHES",
     "AWM_WEIGHTINGS",
     "BASELINES",
+    "DEFAULT_NOISE_LEVEL",
     "DPO_FORMS",
     "KL_FORMS",
     "LOG_PROB_FORMS",

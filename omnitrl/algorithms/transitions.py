@@ -330,6 +330,9 @@ LOG_PROB_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 LOG_PROB_REDUCTIONS = ("mean", "sum")
 
 
+DEFAULT_NOISE_LEVEL = 0.7
+"""The `a` of the Flow-GRPO paper."""
+
 Modalities = Sequence[tuple[slice, float]]
 """Parts of the latents' first dimension, each with the weight of its log-prob."""
 

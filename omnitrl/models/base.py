@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from omnitrl.algorithms import SigmaTable, make_sigma_table
+from omnitrl.algorithms import DEFAULT_NOISE_LEVEL, SigmaTable, make_sigma_table
 from omnitrl.errors import InputError
 from omnitrl.media import read_picture
 from omnitrl.models.conditions import Conditions, trimmed
@@ -105,6 +105,8 @@ class FlowModel(ABC):
     default_max_sequence_length: ClassVar[int]
     default_negative_prompt: ClassVar[str] = ""
     """What guidance leads away from where a row has no `negative_prompt`."""
+    noise_levels: ClassVar[Mapping[str, float]] = {}
+    """Noise of stochastic steps in the family's recipes by the kind of transition, where it is not the usual 0.7."""
     num_images: tuple[int, int] = (0, 0)
     """Fewest and most condition images that a row has, in its column `image` or `images`."""
     guidance_scale_2: float | None = None
@@ -187,6 +189,10 @@ class FlowModel(ABC):
     def guide(self, negative: Tensor, positive: Tensor, guidance_scale: float, timesteps: Tensor) -> Tensor:
         """Guided velocity (B, ...) of the two velocities (B, ...) at `timesteps` (B,)."""
         return negative + guidance_scale * (positive - negative)
+
+    def default_noise_level(self, sde_type: str) -> float:
+        """Noise level of stochastic steps of this kind, a key of `omnitrl.algorithms.SDE_TYPES`."""
+        return self.noise_levels.get(sde_type, DEFAULT_NOISE_LEVEL)
 
     def modalities(self, size: MediaSize = CHECKPOINT_SIZE) -> dict[str, slice]:
         """Which of the latents' first dimension each modality has; empty where there is one modality only."""

@@ -63,6 +63,7 @@ class FluxModel(FlowModel):
     )
     default_guidance_scale = 3.5
     default_max_sequence_length = LONGEST_PROMPT
+    noise_levels = {"flow_sde": 0.9}
 
     def __init__(self, pipeline: DiffusionPipeline, max_sequence_length: int | None = None) -> None:
         super().__init__(pipeline, max_sequence_length)

@@ -40,6 +40,7 @@ class HunyuanVideo15Model(HunyuanModel, VideoModel):
     def __init__(self, pipeline: DiffusionPipeline, max_sequence_length: int | None = None) -> None:
         super().__init__(pipeline, max_sequence_length)
         self.default_guidance_scale = float(self.pipeline.guider.guidance_scale)
+        self.pipeline.vae.enable_slicing()  # its attention takes one video at a time only
 
     @property
     def default_size(self) -> MediaSize:
@@ -80,6 +81,14 @@ class HunyuanVideo15Model(HunyuanModel, VideoModel):
             return_dict=False,
         )[0]
         return velocity.to(latents.dtype)
+
+    def decode_pixels(self, latents: Tensor) -> Tensor:
+        """(B, 3, F, H, W), all frames of a video at once; the VAE's attention takes one video."""
+        return torch.cat([super(HunyuanVideo15Model, self).decode_pixels(row) for row in latents.split(1)])
+
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """The mode of the VAE's encoder, of one video at a time too."""
+        return torch.cat([super(HunyuanVideo15Model, self).encode_pixels(row) for row in pixels.split(1)])
 
 
 class HunyuanVideo15ImageModel(HunyuanVideo15Model):

@@ -55,6 +55,7 @@ class QwenImageModel(FlowModel):
         "txt_mlp.net.2",
     )
     default_guidance_scale = 4.0
+    noise_levels = {"flow_sde": 1.2}
     default_negative_prompt = " "
     default_max_sequence_length = 512
 

@@ -15,12 +15,17 @@ from omnitrl.models.base import FlowModel
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 
 
+# Of all frames that are decoded together: 24 MiB of them in float32, and what the decoder has in between.
+PIXELS_AT_ONCE = 2**21
+
+
 class VideoModel(FlowModel):
     """
     A family whose media are videos: latents (B, C, F, H, W), pixels (B, 3, F, H, W).
 
-    Videos are decoded one at a time, and made 8-bit before the next is decoded, so that memory does not grow with the
-    batch. A family whose VAE decodes all frames at once turns on its slicing of frames.
+    Videos are decoded one at a time, or several where they are small, and made 8-bit before the next are decoded, so
+    that memory does not grow with the batch. A family whose VAE decodes all frames at once turns on its slicing of
+    frames.
     """
 
     frame_rate: float = 16.0
@@ -29,7 +34,15 @@ class VideoModel(FlowModel):
     @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> list[Any]:
         """A [`~omnitrl.media.Video`] of each of the clean latents (B, ...), `None` where one is not finite."""
-        return [self._video(self.decode_pixels(row)[0]) for row in latents.split(1)]
+        return [
+            self._video(pixels) for part in latents.split(self._at_once(size)) for pixels in self.decode_pixels(part)
+        ]
+
+    def _at_once(self, size: MediaSize) -> int:
+        """Videos that are decoded together."""
+        size = size.filled(self.default_size)
+        pixels = (size.height or 1) * (size.width or 1) * (size.num_frames or 1)
+        return max(1, int(PIXELS_AT_ONCE / pixels))
 
     def _video(self, pixels: Tensor) -> Video | None:
         """An 8-bit video of pixels (3, F, H, W) in [-1, 1]."""

@@ -35,7 +35,7 @@ class DanceGRPOConfig(ClippedPolicyConfig):
     sde_type: str = field(
         default="dance_sde", metadata={"help": "Transition of stochastic steps: 'flow_sde', 'dance_sde' or 'cps'."}
     )
-    noise_level: float = field(default=0.3, metadata={"help": "The papers' `a` (flow_sde) or `eta`."})
+    noise_level: float | None = field(default=0.3, metadata={"help": "The papers' `a` (flow_sde) or `eta`."})
     num_inference_steps: int = field(default=16, metadata={"help": "Sampler steps T in rollouts."})
     timestep_fraction: float = field(default=0.6, metadata={"help": "Share of the stochastic steps that is trained."})
     same_init_noise: bool = field(default=True, metadata={"help": "One start noise for all members of a group."})

@@ -100,7 +100,7 @@ class GRPOGuardTrainer(PolicyGradientTrainer):
         if size not in self._step_weights:
             args, steps = self.args, list(self.args.reachable_steps)
             sigmas = self.flow_model.sigmas(args.num_inference_steps, size).sigmas
-            pull = transition_table(sigmas, args.sde_type, args.noise_level, steps).velocity_coef.abs()
+            pull = transition_table(sigmas, args.sde_type, self.noise_level, steps).velocity_coef.abs()
             self._step_weights[size] = (pull[steps].mean() / pull).to(args.device)
         return self._step_weights[size]
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 
 from omnitrl.algorithms import (
+    DEFAULT_NOISE_LEVEL,
     KL_FORMS,
     LOG_PROB_FORMS,
     LOG_PROB_REDUCTIONS,
@@ -51,7 +52,10 @@ class ReplayConfig(RolloutConfig):
     sde_type: str = field(
         default="flow_sde", metadata={"help": "Transition of stochastic steps: 'flow_sde', 'dance_sde' or 'cps'."}
     )
-    noise_level: float = field(default=0.7, metadata={"help": "The papers' `a` (flow_sde) or `eta`."})
+    noise_level: float | None = field(
+        default=None,
+        metadata={"help": "The papers' `a` (flow_sde) or `eta`; 0.7, or what the recipes of the family have."},
+    )
     log_prob_form: str = field(
         default="gaussian",
         metadata={"help": "'gaussian', or 'squared_error': without variance and normaliser, as CPS code bases use."},
@@ -183,7 +187,7 @@ class ReplayConfig(RolloutConfig):
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise InputError(f"{name}={value} must be in (0, 1]: use 1.0 for all.")
-        if not self.noise_level > 0:
+        if self.noise_level is not None and not self.noise_level > 0:
             raise InputError(
                 f"noise_level={self.noise_level} makes rollouts deterministic, so there is no log-prob to train: "
                 "use a value above 0, such as 0.7."
@@ -194,7 +198,7 @@ class ReplayConfig(RolloutConfig):
             )
         try:
             levels = torch.linspace(1, 0, self.num_inference_steps + 1)
-            transition_table(levels, self.sde_type, self.noise_level, self.window(0))
+            transition_table(levels, self.sde_type, self.noise_level or DEFAULT_NOISE_LEVEL, self.window(0))
             self.trained_steps(0)
         except ValueError as error:
             raise InputError(str(error)) from None

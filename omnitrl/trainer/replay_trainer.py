@@ -104,12 +104,18 @@ class ReplayTrainer(RolloutTrainer):
 
     # Rollout
 
+    @property
+    def noise_level(self) -> float:
+        """Noise of the stochastic steps: as given, or the family's."""
+        given = self.args.noise_level
+        return self.flow_model.default_noise_level(self.args.sde_type) if given is None else given
+
     def sampling_params(self, rollout: int) -> SamplingParams:
         args = self.args
         return replace(
             super().sampling_params(rollout),
             sde_type=args.sde_type,
-            noise_level=args.noise_level,
+            noise_level=self.noise_level,
             sde_steps=args.window(rollout),
             keep_steps=args.trained_steps(rollout),
             keep_means=self.keep_means,
@@ -125,7 +131,7 @@ class ReplayTrainer(RolloutTrainer):
         args, window = self.args, self.args.window(rollout)
         table = self.flow_model.sigmas(args.num_inference_steps, self.size_of(rollout))
         table = thin_tail(table, window[-1], args.tail_ratio)
-        return self.on_device(table, transition_table(table.sigmas, args.sde_type, args.noise_level, window))
+        return self.on_device(table, transition_table(table.sigmas, args.sde_type, self.noise_level, window))
 
     def prepare(self, buffer: RolloutBuffer) -> None:
         if self.guidance_scale_train != self.guidance_scale:

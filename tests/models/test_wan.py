@@ -99,9 +99,10 @@ def test_sizes_and_frame_rates():
         large.latent_shape(MediaSize(80, 64, 5))
 
 
-def test_one_float_video_is_there_at_a_time():
-    """Videos are decoded one by one, and one is 8-bit before the next is decoded."""
+def test_one_float_video_is_there_at_a_time(monkeypatch):
+    """Large videos are decoded one by one, and one is 8-bit before the next is decoded."""
     model = CHECKPOINTS["wan"].model()
+    monkeypatch.setattr("omnitrl.models.video.PIXELS_AT_ONCE", 1.9 * 64 * 64 * 5)
     latents = torch.randn(2, *model.latent_shape(SIZE), generator=torch.Generator().manual_seed(0))
     alive, largest, decode = [], [], model.decode_pixels
 
@@ -117,7 +118,7 @@ def test_one_float_video_is_there_at_a_time():
         return pixels
 
     model.decode_pixels = decode_and_count
-    videos = model.decode(latents)
+    videos = model.decode(latents, SIZE)
     assert largest == [1, 1]
     assert [v.frames.dtype for v in videos] == [np.uint8, np.uint8]
 

@@ -293,7 +293,7 @@ def test_a_size_that_is_not_square_is_made(tmp_path):
     run = trainer(tmp_path, height=64, width=96, data=["a cat"], eval_dataset=["a cat"])
     sizes = []
     decode = run.flow_model.decode
-    run.flow_model.decode = lambda latents: [sizes.append(image.size) or image for image in decode(latents)]
+    run.flow_model.decode = lambda *args: [sizes.append(image.size) or image for image in decode(*args)]
     run.evaluate()
     assert sizes == [(96, 64)]
 

@@ -363,7 +363,7 @@ def test_the_last_step_is_the_predicted_data(tmp_path):
         calls.append((latents, velocity))
         return velocity
 
-    run.flow_model.decode = lambda latents: decoded.append(latents) or decode(latents)
+    run.flow_model.decode = lambda latents, size: decoded.append(latents) or decode(latents, size)
     run.engine._policy = lambda: watched
     buffer = fresh_rollout(run)
     last = [calls[3], calls[7]]

@@ -135,7 +135,7 @@ def test_the_teacher_encodes_prompts_once_a_rollout(tmp_path):
 
 def test_without_rewards_nothing_is_decoded(tmp_path):
     run = opd(tmp_path, max_steps=2, eval_dataset=["a cat"])
-    run.flow_model.decode = lambda latents: pytest.fail("a rollout was decoded")
+    run.flow_model.decode = lambda *_: pytest.fail("a rollout was decoded")
     run.train()
     assert logged(run, "reward") == []
     del run.flow_model.decode

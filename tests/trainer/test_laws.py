@@ -136,7 +136,7 @@ def test_law_02_latents_at_noise_zero_are_the_stock_latents(sde_type, guidance, 
         output_type="latent",
     ).images
     final = []
-    model.decode = lambda latents: final.append(latents) or [None] * len(latents)
+    model.decode = lambda latents, size: final.append(latents) or [None] * len(latents)
     params = SamplingParams(10, guidance, sde_type=sde_type, noise_level=0.0, sde_steps=tuple(range(9)))
     sample(LocalEngine(model, batch_size=2), params, seeds=seeds)
     assert (final[0] - stock).abs().max() <= tolerance

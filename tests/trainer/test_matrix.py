@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from omnitrl.trainer import RolloutTrainer
-from tests.tiny_models import by_pipeline
+from tests.tiny_models import by_pipeline, tiny_of
 from tests.trainer import matrix
 from tests.trainer.helpers import LORA, WITH_REPLAY, family_run, same, trainable
 
@@ -102,9 +102,10 @@ def test_two_updates_and_a_replay_by_a_new_object(tmp_path, record_property, alg
     run.train()
     after = trainable(run)
     assert run.state.global_step == 2
+    moved = tiny_of(family).moved_share
     assert joined(after).isfinite().all()
     assert 1e-5 < (joined(after) - joined(before)).abs().max() < 0.1
-    assert sum(not torch.equal(before[name], after[name]) for name in before) > 0.9 * len(before)
+    assert sum(not torch.equal(before[name], after[name]) for name in before) > moved * len(before)
 
     again, repeated = make(max_steps=1), First()
     assert same(before, trainable(again))
