@@ -39,7 +39,7 @@ def tiny_lumina2(dynamic=False):
     pipeline = Lumina2Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0 if dynamic else 6.0, use_dynamic_shifting=dynamic),
-        vae=kl_vae(),
+        vae=kl_vae(factor=8),
         text_encoder=Gemma2Model(encoder),
         tokenizer=tokenizer,
     )

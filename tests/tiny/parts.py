@@ -117,11 +117,13 @@ def gemma_tokenizer(max_length=16):
     return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=max_length, add_bos_token=True)
 
 
-def kl_vae(latent_channels=4, **options):
+def kl_vae(latent_channels=4, factor=4, **options):
+    """A VAE whose latents have a side `factor` times shorter than the picture's, as the pipeline takes it to be."""
+    blocks = factor.bit_length()
     return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(8, *(16,) * (blocks - 1)),
         layers_per_block=1,
         latent_channels=latent_channels,
         norm_num_groups=4,
