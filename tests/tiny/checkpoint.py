@@ -47,6 +47,8 @@ class Tiny:
         loads_lora: Whether the stock pipeline has a `load_lora_weights`.
         wrapped_share: Least share of a network's weights that its blocks have; small where diffusers has the width of
             other layers in its code.
+        moved_share: Least share of a network's tensors that training moves; less where some are for inputs that the
+            tests' rows do not have.
     """
 
     build: Callable[[], Any]
@@ -62,6 +64,7 @@ class Tiny:
     negative_prompt: str | None = ""
     loads_lora: bool = True
     wrapped_share: float = 0.3
+    moved_share: float = 0.9
 
     def model(self, **options):
         """A [`FlowModel`] of it."""

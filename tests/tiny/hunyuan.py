@@ -190,6 +190,7 @@ _SHARE = 0.01
 
 _VIDEO = {
     "wrapped_share": _SHARE,
+    "moved_share": 0.75,  # not those of quoted text and of pictures, nor the last block's of the text
     "size": MediaSize(24, 36, num_frames=5),
     "max_sequence_length": 40,
     "guidance": guider,
