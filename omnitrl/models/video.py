@@ -44,6 +44,10 @@ class VideoModel(FlowModel):
         pixels = (size.height or 1) * (size.width or 1) * (size.num_frames or 1)
         return max(1, int(PIXELS_AT_ONCE / pixels))
 
+    def _videos(self, latents: Tensor) -> list[Video | None]:
+        """Videos of latents that are decoded together, whose pixels are free when this returns."""
+        return [self._video(pixels) for pixels in self.decode_pixels(latents)]
+
     def _video(self, pixels: Tensor) -> Video | None:
         """An 8-bit video of pixels (3, F, H, W) in [-1, 1]."""
         if not bool(pixels.isfinite().all()):
