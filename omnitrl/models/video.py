@@ -34,9 +34,7 @@ class VideoModel(FlowModel):
     @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize = CHECKPOINT_SIZE) -> list[Any]:
         """A [`~omnitrl.media.Video`] of each of the clean latents (B, ...), `None` where one is not finite."""
-        return [
-            self._video(pixels) for part in latents.split(self._at_once(size)) for pixels in self.decode_pixels(part)
-        ]
+        return [video for part in latents.split(self._at_once(size)) for video in self._videos(part)]
 
     def _at_once(self, size: MediaSize) -> int:
         """Videos that are decoded together."""
