@@ -74,7 +74,7 @@ def tiny_stable_audio3(distilled=False):
         ff_mult=2,
         num_memory_tokens=3,
     )
-    liven(transformer.proj_out)
+    liven(transformer.proj_out, std=0.05)
     for projection in (transformer.to_cond_embed[2], transformer.to_global_embed[2]):
         liven(projection)
     torch.nn.init.normal_(transformer.prompt_padding_embedding)
