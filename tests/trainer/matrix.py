@@ -6,7 +6,6 @@ from pathlib import Path
 
 from omnitrl.models import FAMILIES
 from omnitrl.trainer import TRAINERS, get_trainer
-from tests.trainer.helpers import WITH_REPLAY
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "source" / "matrix.md"
@@ -33,11 +32,27 @@ def covering(cases):
     return chosen
 
 
-def rows():
-    """Names of the table's rows: trainer, pipeline, what is compared."""
-    for algorithm, family in itertools.product(*AXES[:2]):
-        compared = "ratio" if algorithm in WITH_REPLAY else "gradient"
-        yield algorithm, family, (f"[`{get_trainer(algorithm).__name__}`]", f"`{family}`", compared)
+def few(cases):
+    """The first of the cases of each algorithm, and of each family."""
+    first = {}
+    for case in cases:
+        for axis in (0, 1):
+            first.setdefault((axis, case[axis]), case)
+    return set(first.values())
+
+
+def rows(measured):
+    """
+    The table's rows, header first: a pipeline in each, and what its worst case gave for each trainer.
+
+    Args:
+        measured (`dict[tuple, float]`):
+            What each case gave.
+    """
+    yield ["pipeline", *(f"[{get_trainer(name).__name__.removesuffix('Trainer')}]" for name in AXES[0])]
+    for family in AXES[1]:
+        worst = [max(measured[name, family, *column] for column in COLUMNS) for name in AXES[0]]
+        yield [f"`{family}`", *("0" if figure == 0 else f"{figure:.0e}" for figure in worst)]
 
 
 def parts_of(page):
@@ -55,10 +70,7 @@ def write_table(measured, path=PAGE):
         measured (`dict[tuple, float]`):
             What each case gave.
     """
-    names = ["trainer", "pipeline", "compared", *(f"{weights}, {guidance}" for weights, guidance in COLUMNS)]
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for algorithm, family, cells in rows():
-        figures = (f"{measured[algorithm, family, *column]:.0e}" for column in COLUMNS)
-        lines.append("| " + " | ".join([*cells, *(figure.replace("0e+00", "0") for figure in figures)]) + " |")
+    header, *body = rows(measured)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *body)]
     before, _, after = parts_of(path.read_text("utf-8"))
     path.write_text(before + "\n" + "\n".join(lines) + "\n\n" + after, "utf-8")
