@@ -115,6 +115,17 @@ def test_the_recipe_of_flux_makes_its_batch_on_eight_devices(monkeypatch):
     assert (args.epsilon, args.beta, args.noise_level, args.guidance_scale) == (1e-4, 0.0, 0.9, 3.5)
 
 
+def test_the_recipe_of_qwen_image_makes_its_batch_on_four_devices(monkeypatch):
+    monkeypatch.setattr(FlowGRPOConfig, "world_size", 4)
+    _, args = parse("--config", RECIPES / "qwen_image_ocr.yaml", "--dataset", "prompts.txt", "--use_cpu", "true")
+    assert args.generation_batch_size == 32 * 16
+    assert (args.prompts_per_rollout, args.updates_per_rollout) == (32, 2)
+    assert args.max_steps == 300 * args.updates_per_rollout
+    windows = {args.trained_steps(rollout) for rollout in range(50)}
+    assert windows == {(0, 1), (1, 2), (2, 3), (3, 4)}
+    assert (args.epsilon, args.beta, args.noise_level, args.guidance_scale) == (1e-5, 0.0, 1.2, 4.0)
+
+
 def test_the_recipe_of_ltx_makes_its_batch_on_eight_devices(monkeypatch):
     monkeypatch.setattr(FlowGRPOConfig, "world_size", 8)
     _, args = parse("--config", RECIPES / "ltx23_sound.yaml", "--dataset", "prompts.txt", "--use_cpu", "true")
