@@ -18,16 +18,18 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.compat
 @pytest.mark.parametrize("pipeline_class", FAMILIES)
 def test_a_folder_is_loaded_by_its_index(tmp_path, pipeline_class):
-    original = tiny_of(pipeline_class).build()
-    original.save_pretrained(tmp_path)
-    model = load_flow_model(tmp_path, max_sequence_length=12, dtype=torch.float32)
+    tiny = tiny_of(pipeline_class)
+    length = tiny.max_sequence_length
+    tiny.build().save_pretrained(tmp_path)
+    model = load_flow_model(tmp_path, max_sequence_length=length, dtype=torch.float32)
     assert type(model) is family_of(pipeline_class)
     assert type(model.pipeline).__name__ == pipeline_class
     assert model.name == str(tmp_path)
-    assert model.max_sequence_length == 12
-    inputs = model.example_inputs(size=tiny_of(pipeline_class).size)
-    expected = tiny_model(pipeline_class).velocity(**inputs, guidance_scale=2.0)
-    assert torch.equal(model.velocity(**inputs, guidance_scale=2.0), expected)
+    assert model.max_sequence_length == length
+    inputs = model.example_inputs(size=tiny.size)
+    expected = tiny_model(pipeline_class, length).velocity(**inputs, guidance_scale=2.0)
+    difference = model.velocity(**inputs, guidance_scale=2.0) - expected
+    assert difference.abs().max() <= 1e-5 * expected.abs().max()  # weights that are mapped from a file lie elsewhere
 
 
 @pytest.mark.parametrize("pipeline_class", FAMILIES)
