@@ -82,14 +82,6 @@ class HunyuanVideo15Model(HunyuanModel, VideoModel):
         )[0]
         return velocity.to(latents.dtype)
 
-    def decode_pixels(self, latents: Tensor) -> Tensor:
-        """(B, 3, F, H, W), all frames of a video at once; the VAE's attention takes one video."""
-        return torch.cat([super(HunyuanVideo15Model, self).decode_pixels(row) for row in latents.split(1)])
-
-    def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """The mode of the VAE's encoder, of one video at a time too."""
-        return torch.cat([super(HunyuanVideo15Model, self).encode_pixels(row) for row in pixels.split(1)])
-
 
 class HunyuanVideo15ImageModel(HunyuanVideo15Model):
     """
