@@ -16,7 +16,7 @@ COMPAT_DIR := .compat
 COMPAT := "transformers==5.13.*" "diffusers==0.40.*" "accelerate==1.12.*" "peft==0.19.*" \
 	"tokenizers>=0.22,<=0.23.0" "huggingface_hub>=1.31,<2" "httpx<1" "httpcore<2"
 
-BENCHMARKS := rollout_overhead train_overhead memory saved_work
+BENCHMARKS := rollout_overhead train_overhead whole_step memory saved_work
 
 # An idle OpenMP thread that spins takes the core of the one that works, on small machines and with several processes.
 export GOMP_SPINCOUNT := 0

@@ -15,7 +15,8 @@ from omnitrl.trainer import TRAINERS
 
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = ("learning", "rollout_overhead", "train_overhead", "memory", "saved_work")
+NAMES = ("learning", "rollout_overhead", "train_overhead", "whole_step", "memory", "saved_work")
+FAMILIES = ("sd3", "qwen_image", "wan")
 PAIR = ("without", "with")
 
 
@@ -57,8 +58,12 @@ def check_numbers(content):
 def test_rollout_overhead_times_the_same_work(tmp_path):
     content = run("rollout_overhead", tmp_path)
     check_numbers(content)
-    assert [(r["batch_size"], r["guidance_scale"]) for r in content["results"]] == [(1, 1), (1, 4.5), (2, 1), (2, 4.5)]
+    settings = [(1, 1, False), (2, 1, False), (2, 4, False), (2, 1, True)]
+    expected = [(family, *setting) for family in FAMILIES for setting in settings]
+    keys = ("family", "batch_size", "guidance_scale", "group")
+    assert [tuple(result[key] for key in keys) for result in content["results"]] == expected
     for result in content["results"]:
+        assert 0 < result["share_outside_network"] < 1
         assert result["largest_pixel_difference_of_ode"] <= 1  # a last bit, rounded to a pixel
         assert all(ratio > 0 for ratios in result["ratios"].values() for ratio in ratios.values())
         assert result["parts"]["engine, SDE + log-probs"]["log_prob"] > 0
@@ -70,12 +75,24 @@ def test_rollout_overhead_times_the_same_work(tmp_path):
 def test_train_overhead_times_the_same_network(tmp_path):
     content = run("train_overhead", tmp_path)
     check_numbers(content)
-    assert [result["weights"] for result in content["results"]] == ["all", "LoRA r=32"]
-    full, lora = content["results"]
-    assert full["trainable_parameters"] == content["network_parameters"] > lora["trainable_parameters"]
+    trained = [(result["family"], result["weights"]) for result in content["results"]]
+    assert trained == [("qwen_image", "LoRA r=32"), ("sd3", "all"), ("sd3", "LoRA r=32"), ("wan", "LoRA r=32")]
     for result in content["results"]:
+        whole = result["trainable_parameters"] == result["network_parameters"]
+        assert whole is (result["weights"] == "all")
+        assert 0 < result["share_outside_network"] < 1
         assert all(parts["network"] > 0 and parts["backward"] > 0 for parts in result["parts"].values())
         assert result["ratios"]["cpu"] > 0
+
+
+@pytest.mark.slow
+def test_a_whole_step_and_the_bare_loop_learn_from_equal_work(tmp_path):
+    content = run("whole_step", tmp_path)
+    check_numbers(content)
+    assert [(result["family"], result["case"]) for result in content["results"]] == [(name, "both") for name in FAMILIES]
+    for result in content["results"]:
+        assert result["largest_log_ratio"] <= 1e-6  # adapters merged or not
+        assert result["ratio"] == pytest.approx(result["seconds"]["omnitrl"] / result["seconds"]["bare"])
 
 
 @pytest.mark.slow
