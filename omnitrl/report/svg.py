@@ -48,7 +48,7 @@ class Frame:
     height: int
     x_range: tuple[float, float]
     y_range: tuple[float, float]
-    left: int = 46
+    left: int = 54
     right: int = 12
     top: int = 10
     bottom: int = 26

@@ -20,6 +20,7 @@ TOGETHER = (
     "split_groups",
     "full_fine_tuning",
     "best_and_worst",
+    "two_networks",
     "two_sizes",
     "streamed",
     "many_backwards",

@@ -91,6 +91,8 @@ def test_without_noise_the_latents_are_the_stock_pipelines(tiny, model, guided):
         assert trajectory.clean_latents.shape == model.latent_shape(tiny.size)
         scale = max(float(stock.abs().max()), 1.0)
         assert (trajectory.clean_latents - stock[0]).abs().max() <= 1e-5 * scale
+        assert torch.equal(trajectory.table.sigmas, table.sigmas)
+        assert table.sigmas[-1] == 0
         assert torch.equal(table.sigmas, model.pipeline.scheduler.sigmas.float())
         assert torch.equal(table.timesteps, model.pipeline.scheduler.timesteps.float())
 

@@ -104,7 +104,7 @@ def test_a_chart_puts_points_where_they_belong():
     chart = Elements(line_chart([line], "title", width=200, height=100))
     dots = [(float(dot["cx"]), float(dot["cy"])) for dot in chart.all("circle")]
     assert dots[1][0] - dots[0][0] == pytest.approx(dots[2][0] - dots[1][0], abs=0.2)
-    assert dots[0][0] == 46  # left edge of the plot
+    assert dots[0][0] == 54  # left edge of the plot
     assert dots[2][0] == 188
     assert dots[0][1] - dots[2][1] == pytest.approx(dots[2][1] - dots[1][1], abs=0.2)
     assert "a < b: 1.000 at step 5" in chart.texts
