@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
-from omnitrl.models.base import FlowModel, stock_sigma_table
+from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
 from omnitrl.models.patches import packed, unpacked
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.pictures import KLPictureModel, even_levels, shift_by_tokens, sides_of
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ FULL_AREA = 1024 * 1024
 """Pixels of the sizes that Kontext was trained on, but for what rounding their sides to multiples takes."""
 
 
-class FluxModel(FlowModel):
+class FluxModel(KLPictureModel):
     """
     `FluxPipeline`: FLUX.1-dev with its guidance scale as an input of the network, FLUX.1-schnell without.
 
@@ -96,8 +96,7 @@ class FluxModel(FlowModel):
     def latent_shape(self, size: MediaSize = CHECKPOINT_SIZE) -> tuple[int, ...]:
         """(C, height / f, width / f) with the VAE's factor f; the network sees patches of 2 × 2."""
         factor, size = self.pipeline.vae_scale_factor, size.filled(self.default_size)
-        height = check_multiple("height", size.height, 2 * factor)
-        width = check_multiple("width", size.width, 2 * factor)
+        height, width = sides_of(size, 2 * factor)
         return (self.transformer.config.in_channels // 4, height // factor, width // factor)
 
     def sigmas(self, num_steps: int, size: MediaSize = CHECKPOINT_SIZE) -> SigmaTable:
@@ -105,15 +104,8 @@ class FluxModel(FlowModel):
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
         config, (_, height, width) = self.pipeline.scheduler.config, self.latent_shape(size)
-        mu = calculate_shift(
-            height * width // 4,
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        grid = np.linspace(1.0, 1 / num_steps, num_steps) if num_steps > 0 else None
-        return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=grid, mu=mu)
+        mu = shift_by_tokens(config, calculate_shift, height * width // 4)
+        return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=even_levels(num_steps), mu=mu)
 
     def predict(self, latents: Tensor, timesteps: Tensor, inputs: Mapping[str, Tensor], layout: Any = None) -> Tensor:
         """
@@ -137,18 +129,6 @@ class FluxModel(FlowModel):
             return_dict=False,
         )[0]
         return unpacked(velocity[:, : height * width], height, width).to(latents.dtype)
-
-    def decode_pixels(self, latents: Tensor) -> Tensor:
-        """The VAE's decoder."""
-        vae = self.pipeline.vae
-        scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-
-    def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """The mode of the VAE's encoder, shifted and scaled as the network wants it."""
-        vae = self.pipeline.vae
-        latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()
-        return (latents - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 class FluxKontextModel(FluxModel):

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
@@ -15,7 +14,8 @@ from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
 from omnitrl.models.base import FlowModel, stock_sigma_table
 from omnitrl.models.conditions import Conditions
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.pictures import even_levels, sides_of
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Flux2Model(FlowModel):
     def latent_shape(self, size: MediaSize = CHECKPOINT_SIZE) -> tuple[int, ...]:
         """(4 C, height / 2f, width / 2f) with the VAE's channels C and factor f."""
         size, multiple = size.filled(self.default_size), self._multiple
-        height, width = (check_multiple(n, s, multiple) for n, s in (("height", size.height), ("width", size.width)))
+        height, width = sides_of(size, multiple)
         return (self.transformer.config.in_channels, height // multiple, width // multiple)
 
     @property
@@ -89,8 +89,7 @@ class Flux2Model(FlowModel):
 
         _, height, width = self.latent_shape(size)
         mu = compute_empirical_mu(height * width, num_steps)
-        grid = np.linspace(1.0, 1 / num_steps, num_steps) if num_steps > 0 else None
-        return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=grid, mu=mu)
+        return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=even_levels(num_steps), mu=mu)
 
     def encode_row(self, row: dict[str, Any], size: MediaSize) -> Conditions:
         """

@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
-from omnitrl.models.base import FlowModel, stock_sigma_table
+from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.pictures import KLPictureModel, even_levels, shift_by_tokens, sides_of
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 
 
-class Lumina2Model(FlowModel):
+class Lumina2Model(KLPictureModel):
     """
     `Lumina2Pipeline`: one language model (Gemma 2) as text encoder, one stream of text and image tokens.
 
@@ -63,9 +63,7 @@ class Lumina2Model(FlowModel):
     def latent_shape(self, size: MediaSize = CHECKPOINT_SIZE) -> tuple[int, ...]:
         """(C, height / f, width / f) with the VAE's factor f."""
         config, factor = self.transformer.config, self.pipeline.vae_scale_factor
-        size = size.filled(self.default_size)
-        sides = {"height": size.height, "width": size.width}
-        height, width = (check_multiple(name, side, factor * config.patch_size) for name, side in sides.items())
+        height, width = sides_of(size.filled(self.default_size), factor * config.patch_size)
         return (config.in_channels, height // factor, width // factor)
 
     def sigmas(self, num_steps: int, size: MediaSize = CHECKPOINT_SIZE) -> SigmaTable:
@@ -77,15 +75,8 @@ class Lumina2Model(FlowModel):
         from diffusers.pipelines.lumina2.pipeline_lumina2 import calculate_shift
 
         config = self.pipeline.scheduler.config
-        mu = calculate_shift(
-            self.latent_shape(size)[0],
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        levels = np.linspace(1.0, 1 / num_steps, num_steps)
-        return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=levels, mu=mu)
+        mu = shift_by_tokens(config, calculate_shift, self.latent_shape(size)[0])
+        return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=even_levels(num_steps), mu=mu)
 
     def predict(self, latents: Tensor, timesteps: Tensor, inputs: Mapping[str, Tensor], layout: Any = None) -> Tensor:
         """One call of `Lumina2Transformer2DModel`, whose time goes from noise to image."""
@@ -104,15 +95,3 @@ class Lumina2Model(FlowModel):
         guided = super().guide(negative, positive, guidance_scale, timesteps)
         norm, kept = (torch.linalg.vector_norm(velocity, dim=-1, keepdim=True) for velocity in (guided, positive))
         return guided * (kept / norm)
-
-    def decode_pixels(self, latents: Tensor) -> Tensor:
-        """The VAE's decoder."""
-        vae = self.pipeline.vae
-        scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-
-    def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """The mode of the VAE's encoder, shifted and scaled as the network wants it."""
-        vae = self.pipeline.vae
-        latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()
-        return (latents - vae.config.shift_factor) * vae.config.scaling_factor

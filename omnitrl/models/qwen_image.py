@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,8 @@ from omnitrl.errors import InputError
 from omnitrl.models.base import FlowModel, stock_sigma_table
 from omnitrl.models.conditions import Conditions
 from omnitrl.models.patches import packed, unpacked
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.pictures import even_levels, shift_by_tokens, sides_of
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 
 
 LONGEST_PROMPT = 1024
@@ -88,8 +88,7 @@ class QwenImageModel(FlowModel):
     def latent_shape(self, size: MediaSize = CHECKPOINT_SIZE) -> tuple[int, ...]:
         """(C, height / f, width / f) with the VAE's factor f; the network sees patches of 2 × 2."""
         factor, size = self.pipeline.vae_scale_factor, size.filled(self.default_size)
-        height = check_multiple("height", size.height, 2 * factor)
-        width = check_multiple("width", size.width, 2 * factor)
+        height, width = sides_of(size, 2 * factor)
         return (self.transformer.config.in_channels // 4, height // factor, width // factor)
 
     def sigmas(self, num_steps: int, size: MediaSize = CHECKPOINT_SIZE) -> SigmaTable:
@@ -97,15 +96,8 @@ class QwenImageModel(FlowModel):
         from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
         config, (_, height, width) = self.pipeline.scheduler.config, self.latent_shape(size)
-        mu = calculate_shift(
-            (height // 2) * (width // 2),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        grid = np.linspace(1.0, 1 / max(num_steps, 1), num_steps)
-        return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=grid, mu=mu)
+        mu = shift_by_tokens(config, calculate_shift, (height // 2) * (width // 2))
+        return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=even_levels(num_steps), mu=mu)
 
     def guide(self, negative: Tensor, positive: Tensor, guidance_scale: float, timesteps: Tensor) -> Tensor:
         """Classifier-free guidance, then each token (2 × 2 patch) rescaled to the norm that it has in `positive`."""

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
-from omnitrl.models.base import FlowModel, stock_sigma_table
+from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.pictures import KLPictureModel, shift_by_tokens, sides_of
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 
 
-class SD3Model(FlowModel):
+class SD3Model(KLPictureModel):
     """
     `StableDiffusion3Pipeline`: two CLIP text encoders and a T5, any of them absent; static or dynamic shift.
 
@@ -89,8 +90,7 @@ class SD3Model(FlowModel):
         config, factor = self.transformer.config, self.pipeline.vae_scale_factor
         size, multiple = size.filled(self.default_size), factor * config.patch_size
         largest = config.pos_embed_max_size * multiple
-        sides = {"height": size.height, "width": size.width}
-        height, width = (check_multiple(name, side, multiple, largest) for name, side in sides.items())
+        height, width = sides_of(size, multiple, largest)
         return (config.in_channels, height // factor, width // factor)
 
     def sigmas(self, num_steps: int, size: MediaSize = CHECKPOINT_SIZE) -> SigmaTable:
@@ -101,13 +101,7 @@ class SD3Model(FlowModel):
         if not config.get("use_dynamic_shifting"):
             return stock_sigma_table(self.pipeline.scheduler, num_steps)
         patch, (_, height, width) = self.transformer.config.patch_size, self.latent_shape(size)
-        mu = calculate_shift(
-            (height // patch) * (width // patch),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.16),
-        )
+        mu = shift_by_tokens(config, calculate_shift, (height // patch) * (width // patch), max_shift=1.16)
         return stock_sigma_table(self.pipeline.scheduler, num_steps, mu=mu)
 
     def predict(self, latents: Tensor, timesteps: Tensor, inputs: Mapping[str, Tensor], layout: Any = None) -> Tensor:
@@ -121,18 +115,6 @@ class SD3Model(FlowModel):
             return_dict=False,
         )[0]
         return velocity.to(latents.dtype)
-
-    def decode_pixels(self, latents: Tensor) -> Tensor:
-        """The VAE's decoder."""
-        vae = self.pipeline.vae
-        scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-
-    def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """The mode of the VAE's encoder, shifted and scaled as the network wants it."""
-        vae = self.pipeline.vae
-        latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()
-        return (latents - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 def _join_clips(clips: list[tuple[Tensor, Tensor] | None], pooled_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

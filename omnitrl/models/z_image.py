@@ -11,8 +11,9 @@ from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
-from omnitrl.models.base import FlowModel, stock_sigma_table
+from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
+from omnitrl.models.pictures import KLPictureModel, shift_by_tokens
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
 
 
@@ -25,7 +26,7 @@ TEXT_MULTIPLE = 32  # the network pads captions to it, with a token that it lear
 TURBO_SHIFT = 3.0  # of the scheduler of Z-Image-Turbo; that of Z-Image has 6
 
 
-class ZImageModel(FlowModel):
+class ZImageModel(KLPictureModel):
     """
     `ZImagePipeline`: a Qwen3 text encoder and one stream of picture and text, of any length in one batch.
 
@@ -68,13 +69,7 @@ class ZImageModel(FlowModel):
         from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
 
         config, (_, height, width) = self.pipeline.scheduler.config, self.latent_shape(size)
-        mu = calculate_shift(
-            (height // PATCH) * (width // PATCH),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
+        mu = shift_by_tokens(config, calculate_shift, (height // PATCH) * (width // PATCH))
         grid = get_default_z_image_sigmas(num_steps) if num_steps > 0 else None
         return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=grid, mu=mu)
 
@@ -111,9 +106,3 @@ class ZImageModel(FlowModel):
         vae = self.pipeline.vae
         scaled = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(scaled, return_dict=False)[0]
-
-    def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """The mode of the VAE's encoder, shifted and scaled as the network wants it."""
-        vae = self.pipeline.vae
-        latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()
-        return (latents - vae.config.shift_factor) * vae.config.scaling_factor
