@@ -10,6 +10,7 @@ from omnitrl.errors import InputError
 from omnitrl.models import MediaSize
 from omnitrl.models.flux import FluxModel
 from tests.golden_cases import load_case
+from tests.models.calls import network_calls
 from tests.tiny import CHECKPOINTS
 from tests.tiny.checkpoint import picture
 from tests.tiny.flux import tiny_flux
@@ -20,16 +21,6 @@ pytestmark = pytest.mark.compat
 
 DEV, SCHNELL, KONTEXT = (CHECKPOINTS[name] for name in ("flux-dev", "flux-schnell", "flux-kontext"))
 PROMPTS = ["a cat, sitting", "two dogs!"]
-
-
-def network_calls(network, function):
-    """Keyword arguments of the network's calls while `function` runs."""
-    seen = []
-    hook = network.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    with torch.no_grad():
-        function()
-    hook.remove()
-    return seen
 
 
 # Text

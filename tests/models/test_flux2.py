@@ -9,6 +9,7 @@ from PIL import Image
 from omnitrl.errors import InputError
 from omnitrl.models import MediaSize
 from omnitrl.models.flux2 import Flux2KleinModel, Flux2Model
+from tests.models.calls import network_calls
 from tests.tiny import CHECKPOINTS
 from tests.tiny.checkpoint import picture
 from tests.tiny.flux2 import tiny_flux2
@@ -29,16 +30,6 @@ def dev():
 @pytest.fixture(scope="module")
 def base():
     return BASE.model()
-
-
-def network_calls(network, function):
-    """Keyword arguments of the network's calls while `function` runs."""
-    seen = []
-    hook = network.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    with torch.no_grad():
-        function()
-    hook.remove()
-    return seen
 
 
 # Text
