@@ -44,6 +44,33 @@ def check_pictures(model: FlowModel, rows: Rows) -> None:
             model.images(rows.undecoded(index), whole=False)
 
 
+def check_equal_pictures(model: FlowModel, dataset: Any, name: str) -> None:
+    """
+    Raises unless all rows have condition images of the same sizes, for runs whose weights are sharded.
+
+    Rows whose images have unequal sizes go through the network one after the other, and a process with more of them
+    would wait for ever for shards of the others.
+    """
+    if model.num_images[1] == 0:
+        return
+    advice = "bring all images to one size, or use DDP in place of FSDP or DeepSpeed."
+    if isinstance(dataset, StreamedPrompts):
+        raise InputError(
+            f"{name} is a stream with condition images, whose sizes nobody knows beforehand, but with sharded weights "
+            f"they must be equal: {advice}"
+        )
+    rows, first = numbered(dataset, name), None
+    for index in range(len(rows)):
+        with naming(rows.where(index)):
+            sizes = [image.size for image in model.images(rows.undecoded(index), whole=False)]
+        if first is not None and sizes != first:
+            raise InputError(
+                f"Condition images of {rows.where(index)} are of (width, height) {sizes}, and those of row 0 of "
+                f"{first}, but with sharded weights all processes must make the same network calls: {advice}"
+            )
+        first = sizes
+
+
 def size_of_row(model: FlowModel, row: dict[str, Any], size: MediaSize) -> MediaSize:
     """
     The whole size of a row's media: its columns, else `size`, else what the model makes of it.

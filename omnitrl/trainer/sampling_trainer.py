@@ -22,7 +22,7 @@ from omnitrl.rollout import ENGINES
 from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
 from omnitrl.trainer.evaluation import evaluate_prompts
-from omnitrl.trainer.prompt_rows import check_pictures, finite, numbered, size_of_row, sizes_of
+from omnitrl.trainer.prompt_rows import check_equal_pictures, check_pictures, finite, numbered, size_of_row, sizes_of
 from omnitrl.trainer.scoring import Scoring
 
 
@@ -173,9 +173,13 @@ class SamplingTrainer(BaseTrainer):
             [`~omnitrl.errors.InputError`]: a row of any dataset cannot be made, or its images cannot be read.
         """
         size, model = self.args.media_size, self.flow_model
+        if self.is_sharded and self.train_dataset is not None:
+            check_equal_pictures(model, self.train_dataset, "train_dataset")
         evals = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         for name, dataset in evals.items():
             if dataset is not None:
+                if self.is_sharded:
+                    check_equal_pictures(model, dataset, f"eval_dataset {name}".strip())
                 rows = numbered(dataset, f"eval_dataset {name}".strip())
                 check_pictures(model, rows)
                 sizes_of(model, rows, size)

@@ -35,7 +35,10 @@ PROMPTS = ["a cat", "two dogs in the rain", "sun"]
 STEPS, SEEDS = 4, (11, 12, 13)
 
 
-@pytest.fixture(params=CHECKPOINTS, scope="module")
+@pytest.fixture(
+    params=[pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in CHECKPOINTS],
+    scope="module",
+)
 def tiny(request):
     return CHECKPOINTS[request.param]
 

@@ -337,6 +337,22 @@ def test_images_of_paths_and_of_a_dataset_train_alike(tmp_path):
     assert [kind.__name__ for kind in kinds[1]] == ["PngImageFile"]
 
 
+def test_with_sharded_weights_images_must_be_of_one_size(tmp_path, monkeypatch):
+    """Or processes would make unequal numbers of network calls, each of which gathers shards of all."""
+    rows = image_rows(tmp_path)
+    monkeypatch.setattr("omnitrl.trainer.base_trainer.BaseTrainer.is_sharded", True)
+    message = r"row 1 of train_dataset are of .* \[\(64, 64\)\], and those of row 0 of \[\(96, 64\)\].* or use DDP"
+    with pytest.raises(InputError, match=message):
+        editing(tmp_path / "a", rows)
+    equal = [rows[0], rows[2]]
+    with pytest.raises(InputError, match="row 1 of eval_dataset are of"):
+        editing(tmp_path / "b", equal, eval_dataset=rows)
+    with pytest.raises(InputError, match=r"train_dataset is a stream with condition images.*use DDP"):
+        editing(tmp_path / "c", stream_of(equal), shuffle_dataset=False)
+    assert len(editing(tmp_path / "d", equal).train_rows) == 2
+    assert len(trainer(tmp_path / "e", data=rows).train_rows) == 4  # a model that takes no images
+
+
 def test_a_size_that_follows_from_the_image_makes_buckets(tmp_path):
     rows = image_rows(tmp_path)
     run = editing(tmp_path / "out", rows, "qwen-image-edit", height=None, width=None)
