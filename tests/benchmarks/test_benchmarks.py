@@ -89,8 +89,7 @@ def test_train_overhead_times_the_same_network(tmp_path):
 def test_a_whole_step_and_the_bare_loop_learn_from_equal_work(tmp_path):
     content = run("whole_step", tmp_path)
     check_numbers(content)
-    cases = [(result["family"], result["case"]) for result in content["results"]]
-    assert cases == [(name, "larger batches, merged") for name in FAMILIES]
+    assert [result["family"] for result in content["results"]] == list(FAMILIES)
     for result in content["results"]:
         assert result["largest_log_ratio"] <= 1e-6  # adapters merged or not
         assert result["ratio"] == pytest.approx(result["seconds"]["omnitrl"] / result["seconds"]["bare"])
