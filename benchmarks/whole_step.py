@@ -4,7 +4,7 @@ CPU seconds of a whole FlowGRPO step (rollout, reward, training) over a bare loo
 
 The bare loop is what a script would be: prompts are encoded for every sample and padded to the longest that is
 allowed, samples are made 16 at a time with the adapters beside the weights, and every trained step of 16 samples goes
-forward and backward. omnitrl encodes the prompt of a group once, trims padding that is masked, and merges adapters while
+forward and backward. omnitrl encodes a prompt once for its group, trims masked padding, and merges adapters while
 samples are made (`merge_adapters=True`). Both in turns in one process.
 
     python benchmarks/whole_step.py
