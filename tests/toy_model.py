@@ -28,8 +28,6 @@ WIDTH = 64
 class Field(nn.Module):
     """A velocity for points (B, 2, 1, 1) at timesteps (B,), given the modes (B, 2) that are asked for."""
 
-    _no_split_modules = None
-
     def __init__(self):
         super().__init__()
         hidden = [layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.SiLU())]

@@ -252,7 +252,10 @@ class FlowModel(ABC):
 
     def sequence_parallel_plan(self, network_name: str) -> dict[str, Any]:
         """How diffusers splits a network's sequence over devices (`_cp_plan`); empty where it has no plan for it."""
-        return dict(_unwrapped(self.networks[network_name])._cp_plan or {})
+        from diffusers import ModelMixin
+
+        network = unwrapped(self.networks[network_name])
+        return dict(network._cp_plan or {}) if isinstance(network, ModelMixin) else {}
 
     @property
     def loads_lora(self) -> bool:
@@ -495,8 +498,8 @@ def _depth(value: Any) -> int:
     return value.ndim if isinstance(value, np.ndarray | Tensor) else 0
 
 
-def _unwrapped(network: Any) -> Any:
-    """The diffusers network in a `PeftModel`."""
+def unwrapped(network: Any) -> Any:
+    """The network in a `PeftModel`."""
     from peft import PeftModel
 
     return network.get_base_model() if isinstance(network, PeftModel) else network

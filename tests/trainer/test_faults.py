@@ -188,10 +188,10 @@ def test_media_that_is_not_finite_has_no_reward(tmp_path):
     run = trainer(tmp_path, rewards=bright)
     decode = run.flow_model.decode
 
-    def decode_with_a_hole(latents):
+    def decode_with_a_hole(latents, size):
         latents = latents.clone()
         latents[1] = NAN
-        return decode(latents)
+        return decode(latents, size)
 
     run.flow_model.decode = decode_with_a_hole
     buffer = fresh_rollout(run)

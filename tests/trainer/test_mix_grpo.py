@@ -242,7 +242,7 @@ def test_defaults_are_those_of_the_paper_and_all_else_is_shared(tmp_path):
         "advantage_ddof": 1,
         "advantage_eps": 1e-8,
     }
-    assert (args.noise_level, args.epsilon, args.advantage_clip, args.sde_type) == (0.7, 1e-4, 5.0, "flow_sde")
+    assert (args.noise_level, args.epsilon, args.advantage_clip, args.sde_type) == (None, 1e-4, 5.0, "flow_sde")
     assert args.generation_batch_size % 12 == 0
     assert args.window(0) == sde_window("progressive", 25, 4, interval=25)
 
