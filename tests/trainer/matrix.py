@@ -49,7 +49,7 @@ def rows(measured):
         measured (`dict[tuple, float]`):
             What each case gave.
     """
-    yield ["pipeline", *(f"[{get_trainer(name).__name__.removesuffix('Trainer')}]" for name in AXES[0])]
+    yield ["pipeline", *(get_trainer(name).__name__.removesuffix("Trainer") for name in AXES[0])]
     for family in AXES[1]:
         worst = [max(measured[name, family, *column] for column in COLUMNS) for name in AXES[0]]
         yield [f"`{family}`", *("0" if figure == 0 else f"{figure:.0e}" for figure in worst)]

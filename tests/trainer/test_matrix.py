@@ -175,7 +175,7 @@ def test_the_table_is_written_in_its_place(tmp_path):
     page.write_text("# Title\n\n<!-- table -->\n\n| old |\n\n<!-- end of the table -->\n\nMore.\n", "utf-8")
     matrix.write_table(dict.fromkeys(matrix.CASES, 0.0) | {matrix.CASES[0]: 1.23e-7}, page)
     text = page.read_text("utf-8")
-    assert text.startswith("# Title\n\n<!-- table -->\n\n| pipeline | [FlowGRPO] | [DiffusionNFT] |")
+    assert text.startswith("# Title\n\n<!-- table -->\n\n| pipeline | FlowGRPO | DiffusionNFT |")
     assert text.endswith("|\n\n<!-- end of the table -->\n\nMore.\n")
     assert f"| `{matrix.CASES[0][1]}` | 1e-07 | 0 | 0 |" in text
     assert text.count("e-07") == 1
