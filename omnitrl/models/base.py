@@ -252,10 +252,8 @@ class FlowModel(ABC):
 
     def sequence_parallel_plan(self, network_name: str) -> dict[str, Any]:
         """How diffusers splits a network's sequence over devices (`_cp_plan`); empty where it has no plan for it."""
-        from diffusers import ModelMixin
-
-        network = unwrapped(self.networks[network_name])
-        return dict(network._cp_plan or {}) if isinstance(network, ModelMixin) else {}
+        network = self.networks[network_name]
+        return dict(unwrapped(network)._cp_plan or {}) if is_of_diffusers(network) else {}
 
     @property
     def loads_lora(self) -> bool:
@@ -496,6 +494,13 @@ def _depth(value: Any) -> int:
     if isinstance(value, list | tuple):
         return 1 + (_depth(value[0]) if value else 0)
     return value.ndim if isinstance(value, np.ndarray | Tensor) else 0
+
+
+def is_of_diffusers(network: Any) -> bool:
+    """Whether a network is a diffusers model, possibly in a `PeftModel`, rather than any torch module."""
+    from diffusers import ModelMixin
+
+    return isinstance(unwrapped(network), ModelMixin)
 
 
 def unwrapped(network: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from omnitrl.models.base import FlowModel, unwrapped
+from omnitrl.models.base import FlowModel, is_of_diffusers, unwrapped
 from omnitrl.models.conditions import Conditions
 
 
@@ -63,10 +63,8 @@ class Policy(nn.Module):
 
 def _wrap_classes(network: Any) -> list[str]:
     """Classes of a network's blocks, as diffusers names them; none for a torch module of one's own."""
-    from diffusers import ModelMixin
-
-    network = unwrapped(network)
-    if not isinstance(network, ModelMixin):
+    if not is_of_diffusers(network):
         return []
+    inner = unwrapped(network)
     # The first is None where diffusers does not know how to place the network on devices.
-    return list(network._no_split_modules or network._repeated_blocks or [])
+    return list(inner._no_split_modules or inner._repeated_blocks)
