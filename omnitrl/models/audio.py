@@ -33,8 +33,10 @@ class AudioModel(FlowModel):
         """An [`~omnitrl.media.Audio`] of each of the clean latents (B, ...), `None` where one is not finite."""
         length = size.filled(self.default_size).audio_length
         assert length is not None  # every family of sounds has one
-        waves = self.decode_pixels(latents).float().cpu()[..., : int(length * self.sampling_rate)].clamp(-1, 1)
-        return [Audio(wave.numpy(), self.sampling_rate) if bool(wave.isfinite().all()) else None for wave in waves]
+        waves = self.decode_pixels(latents).float().cpu()[..., : int(length * self.sampling_rate)]
+        finite = waves.isfinite().flatten(1).all(dim=1).tolist()
+        sounds = waves.clamp(-1, 1).numpy()
+        return [Audio(sound, self.sampling_rate) if ok else None for sound, ok in zip(sounds, finite, strict=True)]
 
     def encode_images(self, images: Sequence[Any], size: MediaSize = CHECKPOINT_SIZE) -> Tensor:
         """Refused: a picture is no sound."""

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 # per rollout, without memory growing with the dataset.
 PROMPT_CACHE_BYTES = 256 * 2**20
 
+JOINT_ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+"""Layers of an attention over text and media together, by the names that diffusers gives them."""
+
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name that `load_lora_weights` looks for."""
 
@@ -103,6 +115,8 @@ class FlowModel(ABC):
     default_lora_targets: tuple[str, ...]
     default_guidance_scale: float
     default_max_sequence_length: ClassVar[int]
+    longest_prompt: ClassVar[int | None] = None
+    """Prompt tokens that the stock pipeline takes at most, where it says so."""
     default_negative_prompt: ClassVar[str] = ""
     """What guidance leads away from where a row has no `negative_prompt`."""
     noise_levels: ClassVar[Mapping[str, float]] = {}
@@ -116,13 +130,27 @@ class FlowModel(ABC):
 
     def __init__(self, pipeline: DiffusionPipeline, max_sequence_length: int | None = None) -> None:
         self.pipeline: Any = pipeline  # its components differ from class to class
-        self.max_sequence_length = max_sequence_length or self.default_max_sequence_length
+        self.set_max_sequence_length(max_sequence_length or self.default_max_sequence_length)
         self.networks = nn.ModuleDict({name: getattr(pipeline, name) for name in self.network_names})
         self._cache: OrderedDict[tuple, Conditions] = OrderedDict()
         self._cache_bytes = 0
         for module in self.frozen_modules:
             module.requires_grad_(False).eval()
         self.networks.requires_grad_(False).eval()
+
+    def set_max_sequence_length(self, length: int) -> None:
+        """
+        Sets the token length of prompts.
+
+        Raises:
+            [`~omnitrl.errors.InputError`]: the pipeline does not take so many.
+        """
+        if self.longest_prompt is not None and length > self.longest_prompt:
+            raise InputError(
+                f"max_sequence_length={length} is more than {type(self.pipeline).__name__} takes: use "
+                f"max_sequence_length={self.longest_prompt} or less."
+            )
+        self.max_sequence_length = length
 
     # What a family implements
 
@@ -374,29 +402,31 @@ class FlowModel(ABC):
             [`Conditions`] of `len(rows)` rows.
         """
         size = size.filled(self.default_size)
-        keys: list[tuple] = []
+        keys: dict[int, tuple] = {}
         parts: dict[tuple, Conditions] = {}
-        for row in rows:
-            negative = self.negative_row(row) if guidance else None
-            keys.append((self.cache_key(row, size), negative and self.cache_key(negative, size)))
-            if keys[-1] not in parts:
-                positive = self._encoded(row, size)
-                other = self._encoded(negative, size).positive if negative else {}
-                parts[keys[-1]] = Conditions(positive.positive, other, positive.layouts)
+        for number, row in {id(row): row for row in rows}.items():  # the members of a group have one row
+            if self.num_images[1]:
+                row = {**row, "images": self.images(row)}  # read once for all that follows
+            both = (row, self.negative_row(row)) if guidance else (row,)
+            keys[number] = tuple(self.cache_key(one, size) for one in both)
+            if keys[number] not in parts:
+                encoded = [self._encoded(one, size, key) for one, key in zip(both, keys[number], strict=True)]
+                negative = encoded[1].positive if guidance else {}
+                parts[keys[number]] = Conditions(encoded[0].positive, negative, encoded[0].layouts)
         joined = Conditions.cat(list(parts.values()))
-        if len(parts) == len(keys):
+        if len(parts) == len(rows):
             return joined
         position = {key: i for i, key in enumerate(parts)}
-        return joined[[position[key] for key in keys]]
+        return joined[[position[keys[id(row)]] for row in rows]]
 
-    def _encoded(self, row: dict[str, Any], size: MediaSize) -> Conditions:
+    def _encoded(self, row: dict[str, Any], size: MediaSize, row_key: tuple) -> Conditions:
         """
         The row's own conditions, from the cache if they are there.
 
         Rows are encoded one at a time: in a batch the last bits would depend on the other prompts, and a run that is
         resumed, or has other ranks, on how its prompts happened to be batched.
         """
-        key = (self.device, self.max_sequence_length, *self.cache_key(row, size))
+        key = (self.device, self.max_sequence_length, *row_key)
         if key not in self._cache:
             encoded = self.encode_row(row, size)
             if encoded.num_bytes > PROMPT_CACHE_BYTES:
@@ -433,7 +463,11 @@ class FlowModel(ABC):
         if not self.needs_negative(guidance_scale):
             return self._predict(latents, timesteps, conditions.positive, conditions.layouts, guidance_scale)
         doubled = self._predict(
-            torch.cat([latents] * 2), torch.cat([timesteps] * 2), conditions.guided(), conditions.layouts * 2, None
+            torch.cat([latents] * 2),
+            torch.cat([timesteps] * 2),
+            conditions.guided(),
+            conditions.layouts * 2,
+            guidance_scale,
         )
         negative, positive = doubled.chunk(2)
         return self.guide(negative, positive, guidance_scale, timesteps)
@@ -444,11 +478,11 @@ class FlowModel(ABC):
         timesteps: Tensor,
         inputs: Mapping[str, Tensor],
         layouts: tuple[Any, ...],
-        guidance_scale: float | None,
+        guidance_scale: float,
     ) -> Tensor:
         """Network calls for the rows, those of one layout together: a network takes rows of one layout only."""
         if self.embeds_guidance:
-            inputs = {**inputs, "guidance": torch.full_like(timesteps, guidance_scale or 1.0, dtype=torch.float32)}
+            inputs = {**inputs, "guidance": torch.full_like(timesteps, guidance_scale, dtype=torch.float32)}
         if len(set(layouts)) <= 1:
             return self.predict(latents, timesteps, inputs, layouts[0] if layouts else None)
         parts, order = [], []

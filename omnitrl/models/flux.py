@@ -11,20 +11,17 @@ from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
-from omnitrl.models.base import stock_sigma_table
+from omnitrl.models.base import JOINT_ATTENTION, stock_sigma_table
 from omnitrl.models.conditions import Conditions
+from omnitrl.models.levels import even_levels, shift_by_tokens
 from omnitrl.models.patches import packed, unpacked
-from omnitrl.models.pictures import KLPictureModel, even_levels, shift_by_tokens, sides_of
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
+from omnitrl.models.pictures import KLPictureModel
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, sides_of
 
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
-
-
-LONGEST_PROMPT = 512
-"""T5 tokens that the stock pipelines take at most."""
 
 FULL_AREA = 1024 * 1024
 """Pixels of the sizes that Kontext was trained on, but for what rounding their sides to multiples takes."""
@@ -48,30 +45,19 @@ class FluxModel(KLPictureModel):
 
     pipeline_classes = ("FluxPipeline",)
     default_lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",
         "ff_context.net.2",
     )
     default_guidance_scale = 3.5
-    default_max_sequence_length = LONGEST_PROMPT
+    default_max_sequence_length = 512
+    longest_prompt = 512
     noise_levels = {"flow_sde": 0.9}
 
     def __init__(self, pipeline: DiffusionPipeline, max_sequence_length: int | None = None) -> None:
         super().__init__(pipeline, max_sequence_length)
-        if self.max_sequence_length > LONGEST_PROMPT:
-            raise InputError(
-                f"max_sequence_length={self.max_sequence_length} is more than {type(pipeline).__name__} takes: use "
-                f"max_sequence_length={LONGEST_PROMPT} or less."
-            )
         if not self.embeds_guidance:
             self.default_guidance_scale = 1.0  # distilled to need none
 

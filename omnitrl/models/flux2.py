@@ -12,10 +12,10 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
-from omnitrl.models.base import FlowModel, stock_sigma_table
+from omnitrl.models.base import JOINT_ATTENTION, FlowModel, stock_sigma_table
 from omnitrl.models.conditions import Conditions
-from omnitrl.models.pictures import even_levels, sides_of
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
+from omnitrl.models.levels import even_levels
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, sides_of
 
 
 if TYPE_CHECKING:
@@ -44,14 +44,7 @@ class Flux2Model(FlowModel):
 
     pipeline_classes = ("Flux2Pipeline",)
     default_lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",
     )
     default_guidance_scale = 4.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
-from omnitrl.models.base import FlowModel, stock_sigma_table
+from omnitrl.models.base import JOINT_ATTENTION, FlowModel, stock_sigma_table
 from omnitrl.models.conditions import Conditions, trimmed
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
 
@@ -38,16 +38,7 @@ class HunyuanModel(FlowModel):
         [`~omnitrl.errors.InputError`]: the checkpoint was distilled with MeanFlow.
     """
 
-    default_lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    default_lora_targets = JOINT_ATTENTION
     default_max_sequence_length = 1000
 
     def __init__(self, pipeline: DiffusionPipeline, max_sequence_length: int | None = None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omnitrl.models.conditions import Conditions
 from omnitrl.models.hunyuan import HunyuanModel
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple, sides_of
 from omnitrl.models.video import VideoModel
 
 
@@ -53,8 +53,7 @@ class HunyuanVideo15Model(HunyuanModel, VideoModel):
         """(C, (num_frames - 1) / t + 1, height / f, width / f) with the VAE's factors t and f."""
         pipe, config, size = self.pipeline, self.transformer.config, size.filled(self.default_size)
         factor, time_factor = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
-        height = check_multiple("height", size.height, factor * config.patch_size)
-        width = check_multiple("width", size.width, factor * config.patch_size)
+        height, width = sides_of(size, factor * config.patch_size)
         frames = check_multiple("num_frames", size.num_frames, time_factor, offset=1)
         return (pipe.num_channels_latents, (frames - 1) // time_factor + 1, height // factor, width // factor)
 

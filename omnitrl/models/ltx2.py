@@ -8,7 +8,6 @@ from dataclasses import replace
 from math import lcm, prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,8 @@ from omnitrl.errors import InputError
 from omnitrl.media import Audio
 from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
+from omnitrl.models.levels import even_levels, shift_by_tokens
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple, sides_of
 from omnitrl.models.video import VideoModel
 
 
@@ -89,8 +89,7 @@ class LTX2Model(VideoModel):
         pipe, size = self.pipeline, size.filled(self.default_size)
         space, time = pipe.vae_spatial_compression_ratio, pipe.vae_temporal_compression_ratio
         multiple = lcm(32, space)  # the stock pipeline asks for 32 whatever its VAE
-        sides = {"height": size.height, "width": size.width}
-        height, width = (check_multiple(name, side, multiple) for name, side in sides.items())
+        height, width = sides_of(size, multiple)
         frames = check_multiple("num_frames", size.num_frames, time, offset=1)
         rate = pipe.audio_sampling_rate / pipe.audio_hop_length / float(pipe.audio_vae_temporal_compression_ratio)
         length = round(frames / self.frame_rate * rate)
@@ -122,16 +121,9 @@ class LTX2Model(VideoModel):
         from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 
         config, (frames, height, width, _) = self.pipeline.scheduler.config, self._grid(size)
-        mu = calculate_shift(
-            frames * height * width,
-            config.get("base_image_seq_len", 1024),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.95),
-            config.get("max_shift", 2.05),
-        )
-        return stock_sigma_table(
-            self.pipeline.scheduler, num_steps, sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu
-        )
+        tokens = frames * height * width
+        mu = shift_by_tokens(config, calculate_shift, tokens, base_tokens=1024, shifts=(0.95, 2.05))
+        return stock_sigma_table(self.pipeline.scheduler, num_steps, sigmas=even_levels(num_steps), mu=mu)
 
     def predict(self, latents: Tensor, timesteps: Tensor, inputs: Mapping[str, Tensor], layout: Any = None) -> Tensor:
         """One call of `LTX2VideoTransformer3DModel`."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from omnitrl.algorithms import SigmaTable
 from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
-from omnitrl.models.pictures import KLPictureModel, even_levels, shift_by_tokens, sides_of
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
+from omnitrl.models.levels import even_levels, shift_by_tokens
+from omnitrl.models.pictures import KLPictureModel
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, sides_of
 
 
 class Lumina2Model(KLPictureModel):

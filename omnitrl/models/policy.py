@@ -24,7 +24,7 @@ class Policy(nn.Module):
         super().__init__()
         self.networks = model.networks
         self._velocity = model.velocity
-        blocks = {name for net in model.networks.values() for name in (_wrap_classes(net))}
+        blocks = {name for net in model.networks.values() for name in _wrap_classes(net)}
         self._no_split_modules = sorted(blocks)
 
     def forward(

@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
-from omnitrl.errors import InputError
-from omnitrl.models.base import FlowModel, stock_sigma_table
+from omnitrl.models.base import JOINT_ATTENTION, FlowModel, stock_sigma_table
 from omnitrl.models.conditions import Conditions
+from omnitrl.models.levels import even_levels, shift_by_tokens
 from omnitrl.models.patches import packed, unpacked
-from omnitrl.models.pictures import even_levels, shift_by_tokens, sides_of
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
-
-
-LONGEST_PROMPT = 1024
-"""Prompt tokens that the stock pipeline takes at most."""
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, sides_of
 
 
 class QwenImageModel(FlowModel):
@@ -41,14 +36,7 @@ class QwenImageModel(FlowModel):
 
     pipeline_classes = ("QwenImagePipeline",)
     default_lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "img_mlp.net.0.proj",
         "img_mlp.net.2",
         "txt_mlp.net.0.proj",
@@ -58,14 +46,7 @@ class QwenImageModel(FlowModel):
     noise_levels = {"flow_sde": 1.2}
     default_negative_prompt = " "
     default_max_sequence_length = 512
-
-    def __init__(self, pipeline: Any, max_sequence_length: int | None = None) -> None:
-        super().__init__(pipeline, max_sequence_length)
-        if self.max_sequence_length > LONGEST_PROMPT:
-            raise InputError(
-                f"max_sequence_length={self.max_sequence_length} is more than {type(pipeline).__name__} takes: use "
-                f"max_sequence_length={LONGEST_PROMPT} or less."
-            )
+    longest_prompt = 1024
 
     def encode_row(self, row: dict[str, Any], size: MediaSize) -> Conditions:
         """`prompt_embeds` (1, L, D) of the prompt's own length, with their mask."""

@@ -123,7 +123,7 @@ def load_flow_model(
         raise InputError(f"{sorted(kwargs)} apply when a checkpoint is loaded, but model is a {type(model).__name__}.")
     elif isinstance(model, FlowModel):
         if max_sequence_length is not None:
-            model.max_sequence_length = max_sequence_length
+            model.set_max_sequence_length(max_sequence_length)
         return model
     elif isinstance(model, _pipeline_class()):
         pipeline = model

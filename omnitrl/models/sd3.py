@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
-from omnitrl.models.base import stock_sigma_table
+from omnitrl.models.base import JOINT_ATTENTION, stock_sigma_table
 from omnitrl.models.conditions import Conditions
-from omnitrl.models.pictures import KLPictureModel, shift_by_tokens, sides_of
-from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize
+from omnitrl.models.levels import shift_by_tokens
+from omnitrl.models.pictures import KLPictureModel
+from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, sides_of
 
 
 class SD3Model(KLPictureModel):
@@ -31,16 +32,7 @@ class SD3Model(KLPictureModel):
     """
 
     pipeline_classes = ("StableDiffusion3Pipeline",)
-    default_lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    default_lora_targets = JOINT_ATTENTION
     default_guidance_scale = 4.5
     default_max_sequence_length = 256
 
@@ -101,7 +93,7 @@ class SD3Model(KLPictureModel):
         if not config.get("use_dynamic_shifting"):
             return stock_sigma_table(self.pipeline.scheduler, num_steps)
         patch, (_, height, width) = self.transformer.config.patch_size, self.latent_shape(size)
-        mu = shift_by_tokens(config, calculate_shift, (height // patch) * (width // patch), max_shift=1.16)
+        mu = shift_by_tokens(config, calculate_shift, (height // patch) * (width // patch), shifts=(0.5, 1.16))
         return stock_sigma_table(self.pipeline.scheduler, num_steps, mu=mu)
 
     def predict(self, latents: Tensor, timesteps: Tensor, inputs: Mapping[str, Tensor], layout: Any = None) -> Tensor:

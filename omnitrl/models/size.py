@@ -109,3 +109,22 @@ def check_multiple(name: str, value: int | None, multiple: int, largest: int | N
     raise InputError(
         f"{name}={value} does not fit this checkpoint: it takes {form}{bound}, for example {name}={nearest}."
     )
+
+
+def sides_of(size: MediaSize, multiple: int, largest: int | None = None) -> tuple[int, int]:
+    """
+    Height and width of a whole size.
+
+    Args:
+        size ([`MediaSize`]):
+            Filled in with the default.
+        multiple (`int`):
+            What the VAE and the patches of the network ask of both sides.
+        largest (`int`, *optional*):
+            The largest side that the checkpoint takes.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: a side does not fit; names the nearest that does.
+    """
+    height = check_multiple("height", size.height, multiple, largest)
+    return height, check_multiple("width", size.width, multiple, largest)

@@ -13,7 +13,8 @@ from omnitrl.algorithms import SigmaTable
 from omnitrl.errors import InputError
 from omnitrl.models.base import stock_sigma_table
 from omnitrl.models.conditions import Conditions
-from omnitrl.models.pictures import KLPictureModel, shift_by_tokens
+from omnitrl.models.levels import shift_by_tokens
+from omnitrl.models.pictures import KLPictureModel
 from omnitrl.models.size import CHECKPOINT_SIZE, MediaSize, check_multiple
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from omnitrl.errors import InputError
-from omnitrl.media import Audio, Video
+from omnitrl.media import Audio, Video, read_picture
 from omnitrl.models import FAMILIES, Conditions, MediaSize, Policy, load_flow_model
 from omnitrl.rollout import LocalEngine, SampleRequest, SamplingParams
 from omnitrl.trainer.adapters import attach_adapters
@@ -321,6 +321,27 @@ def test_sizes_that_do_not_fit_name_the_nearest_that_do(tiny, model):
         nearest = int(re.search(rf"for example {name}=(\d+)", str(error.value)).group(1))
         assert abs(nearest - value - 1) <= 64
         model.latent_shape(MediaSize(**{**given, name: nearest}))
+
+
+def test_images_of_a_group_are_read_once(tiny, model, tmp_path, monkeypatch):
+    """From their files: the members of a group have one row, which comes with a negative prompt too."""
+    row, reads = tiny.row("a cat"), []
+    for i, image in enumerate(row.get("images", [])):
+        image.save(tmp_path / f"{i}.png")
+    paths = [str(tmp_path / f"{i}.png") for i in range(tiny.num_images)]
+    group = [{**row, "images": paths} if paths else row] * 4
+
+    def counted(value, *args):
+        reads.extend([value] if isinstance(value, str) else [])
+        return read_picture(value, *args)
+
+    monkeypatch.setattr("omnitrl.models.base.read_picture", counted)
+    conditions = model.encode(group, guidance=True, size=tiny.size)
+    assert reads == paths
+    alone = model.encode([row], guidance=True, size=tiny.size)
+    for part, other in ((conditions.positive, alone.positive), (conditions.negative, alone.negative)):
+        for key, tensor in part.items():
+            assert torch.equal(tensor, other[key].expand_as(tensor))
 
 
 def test_missing_condition_images_are_named(tiny, model):

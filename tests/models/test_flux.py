@@ -59,6 +59,8 @@ def test_lengths_beyond_the_stock_pipelines_are_refused():
 def test_embedded_guidance_is_an_input_and_costs_no_second_row():
     model = DEV.model()
     inputs = model.example_inputs(2, size=DEV.size)
+    (none,) = network_calls(model.transformer, lambda: model.velocity(**inputs, guidance_scale=0.0))
+    assert none["guidance"].tolist() == [0.0] * len(none["guidance"])
     (call,) = network_calls(model.transformer, lambda: model.velocity(**inputs, guidance_scale=3.5))
     assert call["guidance"].tolist() == [3.5, 3.5]
     assert call["hidden_states"].shape == (2, 64, 16)

@@ -32,6 +32,13 @@ def test_a_folder_is_loaded_by_its_index(tmp_path, pipeline_class):
     assert difference.abs().max() <= 1e-5 * expected.abs().max()  # weights that are mapped from a file lie elsewhere
 
 
+def test_prompts_that_the_pipeline_does_not_take_are_refused_of_a_model_too():
+    model = tiny_of("FluxPipeline").model()
+    with pytest.raises(InputError, match=r"max_sequence_length=600 is more than FluxPipeline takes: .*=512 or less"):
+        load_flow_model(model, max_sequence_length=600)
+    assert model.max_sequence_length == 16
+
+
 @pytest.mark.parametrize("pipeline_class", FAMILIES)
 def test_a_pipeline_and_a_model_are_taken_as_they_are(pipeline_class):
     pipeline = tiny_of(pipeline_class).build()

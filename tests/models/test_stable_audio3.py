@@ -2,6 +2,7 @@
 """What is particular to Stable Audio 3; what every family promises is in `test_families.py`."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -170,3 +171,16 @@ def test_the_code_that_loads_the_adapter_runs(model, tmp_path):
         expected = trained.velocity(**inputs)
         assert (loaded.velocity(**inputs) - expected).abs().max() <= 1e-5 * expected.abs().max()
         assert (model.velocity(**inputs) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_sound_that_is_not_finite_is_none(monkeypatch, broken):
+    """Infinity too, which would be as loud as can be once it is clamped."""
+    model = CHECKPOINTS["stable-audio-3"].model()
+    waves = torch.full((2, 2, 4000), 1.5)
+    waves[1, 0, 7] = broken
+    monkeypatch.setattr(model, "decode_pixels", lambda latents: waves)
+    first, second = model.decode(torch.zeros(2, 1), MediaSize(audio_length=0.05))
+    assert second is None
+    assert (first.samples == 1).all()
+    assert first.samples.shape == (2, int(0.05 * model.sampling_rate))
