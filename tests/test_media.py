@@ -108,3 +108,12 @@ def test_a_page_plays_videos_and_sounds(tmp_path):
     assert page.count("data:image/webp;base64,") == 1
     assert page.count("<audio controls") == 2
     assert page.count("data:image/png;base64,") == 1  # the waveform
+
+
+def test_the_small_pictures_of_a_timeline_do_not_play(tmp_path):
+    """A clip for each evaluation in it would make the page large: it has those of before and after."""
+    records = [EvaluationRecord(step, "eval", {}, [Sample.of("a cat", video(audio=tone(0.1)))]) for step in range(4)]
+    write_report(tmp_path / "report.html", RunSummary("run", "flow_grpo", "model", evaluations=records))
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert page.count("data:image/webp;base64,") == page.count("<audio controls") == 2
+    assert page.count("data:image/png;base64,") == 4

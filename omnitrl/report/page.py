@@ -198,6 +198,8 @@ def _picture(sample: Sample, side: int | None = None) -> dict[str, Any]:
         factor = max(1, -(-MIN_TILE_WIDTH // image.width))
         shown |= {"uri": _data_uri(image), "width": image.width * factor, "height": image.height * factor}
         shown["pixelated"] = factor > 1
+    if side is not None:
+        return shown  # small pictures do not play
     if sample.clip is not None:
         shown |= _clip(sample.clip)
     if sample.sound is not None:
