@@ -129,8 +129,7 @@ class RolloutTrainer(SamplingTrainer):
     def _check_model(self) -> None:
         super()._check_model()
         if self.args.merge_adapters:
-            autocast = self.args.bf16 or self.args.fp16
-            check_merging(self.flow_model, self.is_sharded, autocast)
+            check_merging(self.flow_model, self.is_sharded, autocast=self.accelerator.mixed_precision != "no")
 
     # What a subclass states
 
