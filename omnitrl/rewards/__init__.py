@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .ocr import OCRReward, TextRecognizer, ocr_exact_reward, ocr_reward, quoted_text, text_score
     from .registry import BUILTIN_REWARDS, get_reward
     from .runner import RewardBatch, RewardRunner
+    from .traits import RewardTraits, groupwise, reward_traits
 
 # Where each public name lives. It is imported when it is asked for: a reward's packages are needed by its users only.
 _EXPORTS = {
@@ -50,14 +51,17 @@ _EXPORTS = {
     "RewardError": "contract",
     "RewardFunc": "contract",
     "RewardRunner": "runner",
+    "RewardTraits": "traits",
     "TextRecognizer": "ocr",
     "brightness_reward": "image",
     "get_reward": "registry",
+    "groupwise": "traits",
     "jpeg_compressibility_reward": "image",
     "jpeg_incompressibility_reward": "image",
     "ocr_exact_reward": "ocr",
     "ocr_reward": "ocr",
     "quoted_text": "ocr",
+    "reward_traits": "traits",
     "text_score": "ocr",
     "to_pil": "media",
 }
@@ -70,14 +74,17 @@ __all__ = [
     "RewardError",
     "RewardFunc",
     "RewardRunner",
+    "RewardTraits",
     "TextRecognizer",
     "brightness_reward",
     "get_reward",
+    "groupwise",
     "jpeg_compressibility_reward",
     "jpeg_incompressibility_reward",
     "ocr_exact_reward",
     "ocr_reward",
     "quoted_text",
+    "reward_traits",
     "text_score",
     "to_pil",
 ]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reward says of itself, so that the runner calls it in the way that suits it."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from omnitrl.errors import InputError
+
+
+MEDIA_KINDS = ("image", "video", "audio", "latents")
+"""What a reward may look at."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class RewardTraits:
+    """
+    How a reward wants to be called.
+
+    A function gets them from [`reward_traits`] or [`groupwise`], an object or a class has them as its attribute
+    `traits`. A reward without traits is called with whatever media there are, for each chunk of samples as it comes.
+
+    Args:
+        media (`tuple[str, ...]`):
+            The kinds of media that it takes, of `MEDIA_KINDS`; empty for whatever is decoded. With `"latents"`, which
+            stands alone, `completions` are the clean latents, one float32 tensor a row, and nothing is decoded where
+            all rewards are such.
+        groupwise (`bool`):
+            Called once for each group, with all of its members at once.
+        deterministic (`bool`):
+            The same media and columns always give the same value, so that a value may be kept and used again.
+        batch_size (`int`, *optional*):
+            Most rows of one call. Larger chunks are cut, and small ones that wait are joined.
+        in_process (`bool`):
+            Called in processes of its own, for rewards of pure Python that would hold the interpreter's lock. The
+            reward must be importable by name, and its arguments and answers are pickled between the processes.
+    """
+
+    media: tuple[str, ...] = ()
+    groupwise: bool = False
+    deterministic: bool = False
+    batch_size: int | None = None
+    in_process: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.media) - set(MEDIA_KINDS))
+        if unknown:
+            raise InputError(f"media={unknown[0]!r} is unknown: use {', '.join(map(repr, MEDIA_KINDS))}.")
+        if "latents" in self.media and len(self.media) > 1:
+            raise InputError(f"media={self.media} mixes latents with decoded media: use 'latents' alone.")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise InputError(f"batch_size={self.batch_size} must be at least 1: use 16, or None for no bound.")
+        if self.groupwise and self.batch_size is not None:
+            raise InputError("A groupwise reward is called with whole groups: leave batch_size out.")
+
+
+NO_TRAITS = RewardTraits()
+
+
+def reward_traits(
+    media: str | tuple[str, ...] = (),
+    groupwise: bool = False,
+    deterministic: bool = False,
+    batch_size: int | None = None,
+    in_process: bool = False,
+) -> Callable[[F], F]:
+    """
+    Decorator that states the [`RewardTraits`] of a reward function; one kind of media may be given as a string.
+
+    Example:
+
+    ```python
+    @reward_traits(media="image", deterministic=True)
+    def red_share(completions, **kwargs):
+        return [np.asarray(image)[..., 0].mean() / 255 for image in completions]
+    ```
+    """
+    kinds = (media,) if isinstance(media, str) else tuple(media)
+    traits = RewardTraits(kinds, groupwise, deterministic, batch_size, in_process)
+
+    def decorate(function: F) -> F:
+        function.traits = traits  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def groupwise(function: F) -> F:
+    """
+    Decorator for a reward that compares the members of a group: it is called with one whole group at a time.
+
+    Example:
+
+    ```python
+    @groupwise
+    def brightest(completions, **kwargs):
+        means = [np.asarray(image).mean() for image in completions]
+        return [float(mean == max(means)) for mean in means]
+    ```
+    """
+    function.traits = replace(traits_of(function), groupwise=True)  # type: ignore[attr-defined]
+    return function
+
+
+def traits_of(function: Any) -> RewardTraits:
+    """The traits of a reward, the usual ones where it states none; those of the function within a `partial`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    traits = getattr(function, "traits", NO_TRAITS)
+    return traits if isinstance(traits, RewardTraits) else NO_TRAITS
