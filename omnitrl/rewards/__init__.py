@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .contract import RewardError, RewardFunc
+    from .contract import RewardError, RewardFunc, RewardUnavailable
     from .differentiable import DifferentiableRewards
     from .image import brightness_reward, jpeg_compressibility_reward, jpeg_incompressibility_reward
     from .media import to_pil
@@ -52,6 +52,7 @@ _EXPORTS = {
     "RewardFunc": "contract",
     "RewardRunner": "runner",
     "RewardTraits": "traits",
+    "RewardUnavailable": "contract",
     "TextRecognizer": "ocr",
     "brightness_reward": "image",
     "get_reward": "registry",
@@ -75,6 +76,7 @@ __all__ = [
     "RewardFunc",
     "RewardRunner",
     "RewardTraits",
+    "RewardUnavailable",
     "TextRecognizer",
     "brightness_reward",
     "get_reward",

@@ -30,6 +30,34 @@ class RewardError(RunError):
     """
 
 
+class RewardUnavailable(RunError):
+    """
+    The service behind a reward is away for now: connection refused, starting, overloaded.
+
+    Raise it from a reward, and the runner waits for the service, up to its `max_wait`, asking again with growing waits
+    and with one call at a time. Any other exception is retried `max_retries` times.
+
+    Args:
+        message (`str`):
+            What was tried and what came back; it is shown when the wait has no end.
+        retry_after (`float`, *optional*):
+            Seconds after which the service asks to be called again.
+
+    Example:
+
+    ```python
+    >>> raise RewardUnavailable("the scorer at http://10.0.0.7:8000 answers 503", retry_after=5.0)
+    Traceback (most recent call last):
+    ...
+    omnitrl.rewards.contract.RewardUnavailable: the scorer at http://10.0.0.7:8000 answers 503
+    ```
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 @dataclass(frozen=True)
 class Reward:
     """
