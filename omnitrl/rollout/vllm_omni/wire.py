@@ -6,13 +6,13 @@ What goes over the wire between a trainer and a vLLM-Omni server: JSON where it 
 |---|---|---|
 | `GET /rollout/info` | | JSON, the fields of [`ServerInfo`] |
 | `POST /rollout/generate` | a message of [`pack_request`], one sample | a message of [`pack_sample`] |
-| `POST /rollout/adapter` | a message: adapter tensors, head of [`AdapterHead`] | JSON, the fields of a `WeightReport` |
-| `POST /rollout/weights` | a message: one bucket of tensors, head of [`BucketHead`] | the same, after the last bucket |
+| `POST /rollout/adapter` | adapter tensors under an [`AdapterHead`] | JSON, the fields of a `WeightReport` |
+| `POST /rollout/weights` | one bucket of tensors under a [`BucketHead`] | the same, after the last bucket |
 | `POST /rollout/sleep`, `POST /rollout/wake` | | JSON `{}` |
 
-A *message* is a safetensors file whose metadata has one entry, `head`, with JSON. An answer that is not 200 is JSON with
-`error`, a sentence, and `kind`: `"input"` (the request can never work), `"stale"` (the weights asked for are not there)
-or `"internal"`.
+A *message* is a safetensors file whose metadata has one entry, `head`, with JSON. An answer that is not 200 is JSON
+with `error`, a sentence, and `kind`: `"input"` (the request can never work), `"stale"` (the weights asked for are not
+there) or `"internal"`.
 """
 
 from __future__ import annotations
