@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .ocr import OCRReward, TextRecognizer, ocr_exact_reward, ocr_reward, quoted_text, text_score
     from .registry import BUILTIN_REWARDS, get_reward
     from .runner import RewardBatch, RewardRunner
-    from .traits import RewardTraits, groupwise, reward_traits
+    from .traits import RewardTraits, differentiable_as, differentiable_form, groupwise, reward_traits
 
 # Where each public name lives. It is imported when it is asked for: a reward's packages are needed by its users only.
 _EXPORTS = {
@@ -55,6 +55,8 @@ _EXPORTS = {
     "RewardUnavailable": "contract",
     "TextRecognizer": "ocr",
     "brightness_reward": "image",
+    "differentiable_as": "traits",
+    "differentiable_form": "traits",
     "get_reward": "registry",
     "groupwise": "traits",
     "jpeg_compressibility_reward": "image",
@@ -79,6 +81,8 @@ __all__ = [
     "RewardUnavailable",
     "TextRecognizer",
     "brightness_reward",
+    "differentiable_as",
+    "differentiable_form",
     "get_reward",
     "groupwise",
     "jpeg_compressibility_reward",

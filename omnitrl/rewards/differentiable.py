@@ -3,7 +3,8 @@
 Rewards that a gradient is taken through, for algorithms that learn from it ([`SRPOTrainer`]).
 
 A differentiable reward is called like any other ([`omnitrl.rewards`]), with two differences: `completions` is one
-tensor (B, 3, H, W) of pixels in [0, 1], and it returns a tensor (B,) that depends on them differentiably.
+tensor (B, 3, H, W) of pixels in [0, 1], and it returns a tensor (B,) that depends on them differentiably. A reward of
+pictures that has such a form beside it ([`differentiable_as`]) may be given as it is, by its name for example.
 
 Example:
 
@@ -25,6 +26,7 @@ from omnitrl.errors import InputError
 from .contract import RUNNER_ARGUMENTS, Reward, RewardError, RewardFunc, unique_names
 from .media import to_pil
 from .registry import get_reward
+from .traits import differentiable_form
 
 
 class DifferentiableRewards:
@@ -35,7 +37,8 @@ class DifferentiableRewards:
 
     Args:
         reward_funcs (`Callable`, `str`, or a list of them):
-            The rewards; a string is a path `package.module:function`.
+            The rewards; a string is the name of a built-in one that has a differentiable form, such as
+            `"brightness"`, or a path `package.module:function`.
         weights (`list[float]`, *optional*):
             One per reward, 1.0 each by default.
 
@@ -57,10 +60,12 @@ class DifferentiableRewards:
             raise InputError(
                 f"reward_weights has {len(self.weights)} values for {len(functions)} reward(s): give one for each."
             )
-        for function in functions:
-            if isinstance(function, nn.Module):
-                function.requires_grad_(False).eval()
-        self._rewards = [Reward.from_callable(f, n) for f, n in zip(functions, unique_names(functions), strict=True)]
+        forms = [differentiable_form(function) or function for function in functions]
+        for form in forms:
+            if isinstance(form, nn.Module):
+                form.requires_grad_(False).eval()
+        self._given = functions
+        self._rewards = [Reward.from_callable(f, n) for f, n in zip(forms, unique_names(functions), strict=True)]
 
     @property
     def names(self) -> list[str]:
@@ -141,8 +146,14 @@ class DifferentiableRewards:
                 )
 
     def ordinary(self) -> list[RewardFunc]:
-        """The same rewards for media: pictures become a tensor, and no gradient is kept."""
-        return [_for_media(reward) for reward in self._rewards]
+        """
+        The same rewards for media, without a gradient: as they were given where they have a form for either, and else
+        with pictures that become a tensor.
+        """
+        return [
+            given if reward.function is not given else _for_media(reward)
+            for given, reward in zip(self._given, self._rewards, strict=True)
+        ]
 
 
 def _gradient(value: Tensor, leaf: Tensor) -> Tensor | None:
@@ -160,7 +171,8 @@ def _call(reward: Reward, given: dict[str, Any], count: int) -> Tensor:
         raise RewardError(
             f"reward {reward.name!r} returned a value of type {type(value).__name__}, which has no gradient: pass a "
             "reward that takes `completions` as a tensor (B, 3, H, W) in [0, 1] and returns a tensor (B,), such as "
-            "`lambda completions, **_: completions.mean(dim=(1, 2, 3))`, and give others as `eval_reward_funcs`."
+            "`lambda completions, **_: completions.mean(dim=(1, 2, 3))` or 'brightness', and give others as "
+            "`eval_reward_funcs`."
         )
     if value.shape != (count,):
         raise RewardError(

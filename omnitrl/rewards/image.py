@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from . import pixels
 from .media import to_pil
+from .traits import differentiable_as
 
 
 _JPEG_QUALITY = 95
@@ -68,6 +70,7 @@ def jpeg_incompressibility_reward(completions: Sequence[Any], **kwargs: Any) -> 
     return [_jpeg_kilobytes(image) for image in completions]
 
 
+@differentiable_as(pixels.brightness)
 def brightness_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """
     Rewards bright images: the mean luma (ITU-R 601: 0.299 R + 0.587 G + 0.114 B).

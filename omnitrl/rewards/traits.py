@@ -111,3 +111,53 @@ def traits_of(function: Any) -> RewardTraits:
         function = function.func
     traits = getattr(function, "traits", NO_TRAITS)
     return traits if isinstance(traits, RewardTraits) else NO_TRAITS
+
+
+def differentiable_as(form: Callable[..., Any]) -> Callable[[F], F]:
+    """
+    Decorator that names the form of a reward that a gradient is taken through, as its attribute `differentiable`.
+
+    That form takes `completions` as one tensor (B, 3, H, W) of pixels in [0, 1] and returns a tensor (B,): see
+    [`DifferentiableRewards`]. An object has such a callable, or a module, as its attribute or property
+    `differentiable`.
+
+    Args:
+        form (`Callable`):
+            The same reward as a function of tensors.
+
+    Example:
+
+    ```python
+    def red_share_of_pixels(completions, **kwargs):
+        return completions[:, 0].mean(dim=(1, 2))
+
+
+    @differentiable_as(red_share_of_pixels)
+    def red_share(completions, **kwargs):
+        return [np.asarray(image)[..., 0].mean() / 255 for image in completions]
+    ```
+    """
+
+    def decorate(function: F) -> F:
+        function.differentiable = form  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def differentiable_form(reward: Any) -> Callable[..., Any] | None:
+    """
+    The form of a reward that a gradient is taken through, where it names one; see [`differentiable_as`].
+
+    Args:
+        reward (`Callable`):
+            A reward. A `functools.partial` of one has the form of that one, with the same arguments filled in.
+
+    Returns:
+        `Callable` or `None`: `None` for a reward that names none, which may be such a form itself.
+    """
+    form = getattr(reward, "differentiable", None)
+    if form is None and isinstance(reward, functools.partial):
+        inner = differentiable_form(reward.func)
+        return None if inner is None else functools.partial(inner, *reward.args, **reward.keywords)
+    return form if callable(form) else None

@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
+
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
 from omnitrl.errors import InputError
-from omnitrl.rewards import DifferentiableRewards, RewardError, RewardRunner
+from omnitrl.rewards import (
+    DifferentiableRewards,
+    RewardError,
+    RewardRunner,
+    brightness_reward,
+    differentiable_as,
+    differentiable_form,
+    ocr_reward,
+)
 
 
 def red(completions, **kwargs):
@@ -76,6 +86,55 @@ def test_modules_are_frozen():
     DifferentiableRewards(scorer)(["", ""], leaf, ROWS).sum().backward()
     assert scorer.weight.grad is None
     assert leaf.grad.unique().tolist() == pytest.approx([2 / 48])
+
+
+def tinted_red(completions, share=1.0, **kwargs):
+    return red(completions) * share
+
+
+@differentiable_as(tinted_red)
+def red_of_pictures(completions, share=1.0, **kwargs):
+    return [share * image.getpixel((0, 0))[0] / 255 for image in completions]
+
+
+class Reader:
+    """A reward of pictures whose differentiable form is a module."""
+
+    def __init__(self):
+        self.differentiable = nn.Conv2d(3, 1, 1)
+
+    def __call__(self, completions, **kwargs):
+        return [0.25 for _ in completions]
+
+
+def test_a_name_stands_for_the_differentiable_form():
+    leaf = pixels().requires_grad_()
+    rewards = DifferentiableRewards("brightness")
+    assert rewards.names == ["brightness_reward"]
+    values = rewards(["", ""], leaf, ROWS)
+    assert values[:, 0].tolist() == pytest.approx([0.5 * 0.299, 0.75 * 0.114])
+    (gradient,) = torch.autograd.grad(values.sum(), leaf)
+    assert gradient[0, :, 0, 0].tolist() == pytest.approx([0.299 / 16, 0.587 / 16, 0.114 / 16])
+    assert rewards.ordinary() == [brightness_reward]
+
+
+def test_a_reward_with_either_form_is_asked_in_the_right_one():
+    half = functools.partial(red_of_pictures, share=0.5)
+    rewards = DifferentiableRewards([red_of_pictures, half, red])
+    assert rewards(["", ""], pixels(), ROWS).tolist() == [[0.5, 0.25, 0.5], [0.0, 0.0, 0.0]]
+    with RewardRunner(rewards.ordinary()) as runner:
+        runner.submit(ROWS, [Image.new("RGB", (4, 4), (51, 0, 0)), Image.new("RGB", (4, 4))])
+        assert runner.collect().rewards.tolist() == [pytest.approx([0.2, 0.1, 0.2]), [0.0, 0.0, 0.0]]
+    assert differentiable_form(ocr_reward) is None
+    assert differentiable_form(red) is None
+
+
+def test_a_module_that_is_the_form_of_a_reward_is_frozen():
+    reader = Reader()
+    rewards = DifferentiableRewards(reader).to("cpu")
+    assert not any(parameter.requires_grad for parameter in reader.differentiable.parameters())
+    assert not reader.differentiable.training
+    assert rewards.ordinary() == [reader]
 
 
 async def later(completions, **kwargs):
