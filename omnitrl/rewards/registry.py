@@ -19,7 +19,7 @@ BUILTIN_REWARDS = {
     "ocr": "omnitrl.rewards.ocr:ocr_reward",
     "ocr_exact": "omnitrl.rewards.ocr:ocr_exact_reward",
 }
-"""Names of the built-in rewards and where they live."""
+"""Names of the built-in rewards and where they live. A class stands for an instance with its defaults."""
 
 
 def get_reward(spec: "str | RewardFunc") -> RewardFunc:
@@ -60,7 +60,8 @@ def get_reward(spec: "str | RewardFunc") -> RewardFunc:
 
 def _from_string(spec: str) -> Any:
     if spec in BUILTIN_REWARDS:
-        return _import(BUILTIN_REWARDS[spec])
+        found = _import(BUILTIN_REWARDS[spec])
+        return found() if inspect.isclass(found) else found
     if ":" in spec or "." in spec:
         return _import(spec)
     near = difflib.get_close_matches(spec.lower(), BUILTIN_REWARDS, n=1, cutoff=0.5)
