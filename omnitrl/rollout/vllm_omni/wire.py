@@ -11,8 +11,13 @@ What goes over the wire between a trainer and a vLLM-Omni server: JSON where it 
 | `POST /rollout/sleep`, `POST /rollout/wake` | | JSON `{}` |
 
 A *message* is a safetensors file whose metadata has one entry, `head`, with JSON. An answer that is not 200 is JSON
-with `error`, a sentence, and `kind`: `"input"` (the request can never work), `"stale"` (the weights asked for are not
-there) or `"internal"`.
+with `error`, a sentence, and `kind`: `"input"` (the request can never work, 400), `"stale"` (the weights asked for are
+not there, 409) or `"internal"` (500).
+
+Tensors of weights are named `<network>.<name>`: of a network, the name in diffusers' state dict
+(`transformer.transformer_blocks.0.attn.to_q.weight`); of an adapter, the same with `lora_A.weight` and `lora_B.weight`
+(`transformer.transformer_blocks.0.attn.to_q.lora_A.weight`). A *weight version* is a positive number of less than 63
+bits that no other weights ever had, those of earlier trainers included; it is not the trainer's count of steps.
 """
 
 from __future__ import annotations
