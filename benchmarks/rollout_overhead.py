@@ -46,7 +46,7 @@ def make_cases(
 ) -> dict[str, tuple[Callable, dict[str, Any]]]:
     """The three ways of making one batch, each with the functions that its time is spent in."""
     from omnitrl.models import Policy
-    from omnitrl.rollout import LocalEngine, SampleNoise, SampleRequest, SamplingParams, local
+    from omnitrl.rollout import LocalEngine, SampleNoise, SampleRequest, SamplingParams, stepping
 
     model, steps, texts = subject.model, tuple(range(STEPS - 1)), prompts(batch_size, group)
     pipe, policy = model.pipeline, Policy(model)
@@ -73,10 +73,10 @@ def make_cases(
         **network,
         "encode": (model, "encode"),
         "decode": (model, "decode"),
-        "transition": [(local, "transition_mean"), (local, "transition_std")],
-        "log_prob": (local, "gaussian_log_prob"),
+        "transition": [(stepping, "transition_mean"), (stepping, "transition_std")],
+        "log_prob": (stepping, "gaussian_log_prob"),
         "noise": [(SampleNoise, "start"), (SampleNoise, "step"), (SampleNoise, "__init__")],
-        "keep": [(local._Kept, "add"), (local._Kept, "trajectories")],
+        "keep": [(stepping.Record, "add"), (stepping.Record, "trajectories")],
         "guidance": (policy, "_velocity"),  # what of the velocity is not the network: casts, joining, guidance
     }
     return {

@@ -9,20 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from omnitrl.algorithms import (
-    SigmaTable,
-    gaussian_log_prob,
-    predicted_data,
-    solver_step,
-    solver_table,
-    thin_tail,
-    transition_mean,
-    transition_std,
-    transition_table,
-    weighted_modalities,
-)
 from omnitrl.models import Conditions, FlowModel
 from omnitrl.rollout.noise import SampleNoise
+from omnitrl.rollout.stepping import Record, Sampler, Walk, sampling_table
 from omnitrl.rollout.trajectory import SampleRequest, SamplingParams, Trajectory, WeightReport
 
 
@@ -77,14 +66,17 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[SampleRequest], params: SamplingParams) -> Iterator[list[Trajectory]]:
         """Makes the samples batch by batch; see [`RolloutEngine.generate`]."""
-        sampler = _Sampler(self.model, params)
+        size = params.size
+        sampler = Sampler(
+            sampling_table(self.model, params), params, self.model.latent_shape(size), self.model.modalities(size)
+        )
         prefixes = self._shared_prefixes(requests, sampler) if params.shared_prefix else {}
         for start in range(0, len(requests), self.batch_size):
             yield self._generate_batch(requests[start : start + self.batch_size], sampler, prefixes)
 
     @torch.no_grad()
     def _generate_batch(
-        self, requests: Sequence[SampleRequest], sampler: _Sampler, prefixes: dict[Hashable, Tensor]
+        self, requests: Sequence[SampleRequest], sampler: Sampler, prefixes: dict[Hashable, Tensor]
     ) -> list[Trajectory]:
         model, params = self.model, sampler.params
         noises = [SampleNoise(request.seed, request.start_seed) for request in requests]
@@ -93,14 +85,15 @@ class LocalEngine:
             latents, first = torch.stack([prefixes[_branch(request)] for request in requests]), sampler.first_noise
         else:
             latents, first = self._start(noises, sampler.shape), 0
-        kept = _Kept(params.keep_steps, len(requests), params.keep_means)
-        latents = self._sample(latents, conditions, sampler, range(first, sampler.table.num_steps), noises, kept)
+        record = Record(params.keep_steps, len(requests), params.keep_means)
+        walk = Walk(sampler, noises, record)
+        latents = self._sample(latents, conditions, walk, range(first, sampler.table.num_steps))
         latents = model.final_latents(latents, conditions)
         media = model.decode(latents, params.size) if params.decode else [None] * len(requests)
         clean = latents if params.keep_clean else None
-        return kept.trajectories(requests, media, sampler.table, self.weight_version, clean)
+        return record.trajectories(requests, media, sampler.table, self.weight_version, clean)
 
-    def _shared_prefixes(self, requests: Sequence[SampleRequest], sampler: _Sampler) -> dict[Hashable, Tensor]:
+    def _shared_prefixes(self, requests: Sequence[SampleRequest], sampler: Sampler) -> dict[Hashable, Tensor]:
         """Latents before the first stochastic step for each group and start noise, computed once."""
         distinct = list({_branch(request): request for request in requests}.values())
         if sampler.first_noise == 0:
@@ -113,7 +106,7 @@ class LocalEngine:
             noises = [SampleNoise(request.seed, request.start_seed) for request in part]
             latents, conditions = self._start(noises, sampler.shape), self._encode(part, sampler.params)
             with torch.no_grad():
-                latents = self._sample(latents, conditions, sampler, range(sampler.first_noise))
+                latents = self._sample(latents, conditions, Walk(sampler), range(sampler.first_noise))
             prefixes |= {_branch(request): row.clone() for request, row in zip(part, latents, strict=True)}
         return prefixes
 
@@ -124,53 +117,14 @@ class LocalEngine:
         guidance = self.model.needs_negative(params.guidance_scale)
         return self.model.encode([request.row for request in requests], guidance, params.size)
 
-    def _sample(
-        self,
-        latents: Tensor,
-        conditions: Conditions,
-        sampler: _Sampler,
-        steps: range,
-        noises: Sequence[SampleNoise] = (),
-        kept: _Kept | None = None,
-    ) -> Tensor:
+    def _sample(self, latents: Tensor, conditions: Conditions, walk: Walk, steps: range) -> Tensor:
         """Latents (B, ...) after these steps of the sampler."""
-        guidance, history = sampler.params.guidance_scale, None
+        guidance = walk.sampler.params.guidance_scale
+        timesteps = walk.sampler.table.timesteps.to(self.model.device)
         for step in steps:
-            velocity = self._velocity(latents, sampler.timesteps[step], conditions, guidance)
-            if sampler.transitions.stochastic[step]:
-                latents, history = self._draw(latents, velocity, sampler, step, noises, kept), None
-                continue
-            following = solver_step(latents, velocity, history, sampler.solver, step)
-            if sampler.multistep:
-                history = predicted_data(latents, velocity, float(sampler.table.sigmas[step]))
-            latents = following
+            velocity = self._velocity(latents, timesteps[step], conditions, guidance)
+            latents = walk.advance(step, latents, velocity)
         return latents
-
-    def _draw(
-        self,
-        latents: Tensor,
-        velocity: Tensor,
-        sampler: _Sampler,
-        step: int,
-        noises: Sequence[SampleNoise],
-        kept: _Kept | None,
-    ) -> Tensor:
-        """A stochastic step, recorded if it is to be kept."""
-        mean = transition_mean(latents, velocity, sampler.transitions, step)
-        std = transition_std(latents, sampler.transitions, step)
-        noise = torch.stack([noise.step(sampler.shape) for noise in noises]).to(latents.device)
-        following = noise.mul_(std).add_(mean)
-        if sampler.still:
-            straight = transition_mean(latents, velocity, sampler.straight, step)
-            for part in sampler.still:
-                following[:, part] = straight[:, part]
-        if kept is not None and step in kept.steps:
-            params = sampler.params
-            log_prob = gaussian_log_prob(
-                following, mean, std, params.log_prob_reduction, params.log_prob_form, sampler.modalities
-            )
-            kept.add(latents, following, mean, log_prob)
-        return following
 
     def _velocity(self, latents: Tensor, timestep: Tensor, conditions: Conditions, guidance_scale: float) -> Tensor:
         with self._autocast():
@@ -201,100 +155,3 @@ class LocalEngine:
 def _branch(request: SampleRequest) -> Hashable:
     """What samples have in common that may share their first steps: the prompt too, not the noise alone."""
     return request.group_id, request.start_seed
-
-
-class _Sampler:
-    """The tables of one way to sample, made once for all batches."""
-
-    def __init__(self, model: FlowModel, params: SamplingParams) -> None:
-        self.params = params
-        self.shape = model.latent_shape(params.size)
-        modalities = model.modalities(params.size)
-        self.modalities = weighted_modalities(modalities, params.modality_weights)
-        self.still = [modalities[name] for name, weight in (params.modality_weights or {}).items() if weight == 0]
-        table = model.sigmas(params.num_inference_steps, params.size)
-        if params.tail_ratio < 1 and params.sde_steps:
-            table = thin_tail(table, max(params.sde_steps), params.tail_ratio)
-        self.table = table
-        self.timesteps = table.timesteps.to(model.device)
-        self.transitions = transition_table(table.sigmas, params.sde_type, params.noise_level, params.sde_steps)
-        ode_steps = [step for step, noisy in enumerate(self.transitions.stochastic.tolist()) if not noisy]
-        self.solver = solver_table(table.sigmas, params.ode_solver, ode_steps)
-        self.straight = transition_table(table.sigmas, "ode")
-        self.multistep = bool(self.solver.needs_history.any())
-
-    @property
-    def first_noise(self) -> int:
-        """The first stochastic step, 0 if there is none."""
-        return int(self.transitions.stochastic.int().argmax())
-
-
-class _Kept:
-    """
-    Records the states around the kept steps of one batch, in memory that each sample owns.
-
-    A state is copied there when it is made, so that no second copy is alive when the batch ends, and a sample can be
-    freed without the rest of its batch. Consecutive steps share the state between them.
-    """
-
-    def __init__(self, steps: tuple[int, ...], count: int, keep_means: bool) -> None:
-        self.steps = tuple(sorted(steps))
-        self._count = count
-        self._keep_means = keep_means
-        self._recorded = 0
-        self._consecutive = self.steps == tuple(range(self.steps[0], self.steps[-1] + 1)) if self.steps else False
-        empty = torch.zeros(0)
-        self._before = self._after = self._log_probs = [empty] * count  # per sample (K, ...), (K, ...), (K,)
-        self._means: list[Tensor | None] = [None] * count
-
-    def add(self, latents: Tensor, following: Tensor, mean: Tensor, log_prob: Tensor) -> None:
-        """Records the next kept step: states before and after it and its mean (B, ...), and log-probs (B,)."""
-        k = self._recorded
-        if k == 0:
-            self._allocate(following, log_prob)
-        for i in range(self._count):
-            if k == 0 or not self._consecutive:
-                self._before[i][k] = latents[i]
-            self._after[i][k] = following[i]
-            self._log_probs[i][k] = log_prob[i]
-        for means, row in zip(self._means, mean, strict=True):
-            if means is not None:
-                means[k] = row
-        self._recorded = k + 1
-
-    def _allocate(self, like: Tensor, log_prob: Tensor) -> None:
-        steps, shape = len(self.steps), like.shape[1:]
-        if self._consecutive:
-            states = [like.new_empty(steps + 1, *shape) for _ in range(self._count)]
-            self._before, self._after = [s[:-1] for s in states], [s[1:] for s in states]
-        else:
-            self._before = [like.new_empty(steps, *shape) for _ in range(self._count)]
-            self._after = [like.new_empty(steps, *shape) for _ in range(self._count)]
-        self._log_probs = [log_prob.new_empty(steps) for _ in range(self._count)]
-        if self._keep_means:
-            self._means = [like.new_empty(steps, *shape) for _ in range(self._count)]
-
-    def trajectories(
-        self,
-        requests: Sequence[SampleRequest],
-        media: list,
-        table: SigmaTable,
-        weight_version: int,
-        clean: Tensor | None = None,
-    ) -> list[Trajectory]:
-        """One record per sample."""
-        return [
-            Trajectory(
-                request,
-                media[i],
-                table,
-                self.steps,
-                self._before[i],
-                self._after[i],
-                self._log_probs[i],
-                weight_version=weight_version,
-                means=self._means[i],
-                clean_latents=None if clean is None else clean[i].clone(),
-            )
-            for i, request in enumerate(requests)
-        ]
