@@ -17,7 +17,7 @@ apply to the row. An exception, a time-out, NaN or infinity means that it failed
 the row; neither is ever taken for 0.
 
 A reward is a function, an `async` function, an object with `__call__` (or `async __call__`), an `nn.Module`, the name
-of a built-in reward, or a dotted path `package.module:function`. It is given those of the keywords above that its
+of a built-in reward, a dotted path `package.module:function`, or the URL of a reward server. It is given those of the keywords above that its
 signature accepts: all of them if it takes `**kwargs`. It runs in a background thread, without gradients.
 
 Example:
@@ -33,64 +33,120 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from .audio import DurationReward, LoudnessReward, SilenceReward
     from .contract import RewardError, RewardFunc, RewardUnavailable
     from .differentiable import DifferentiableRewards
-    from .image import brightness_reward, jpeg_compressibility_reward, jpeg_incompressibility_reward
+    from .frames import framewise
+    from .image import (
+        brightness_reward,
+        colourfulness_reward,
+        contrast_reward,
+        entropy_reward,
+        jpeg_compressibility_reward,
+        jpeg_incompressibility_reward,
+        saturation_reward,
+        sharpness_reward,
+    )
+    from .latents import latent_scale_reward
     from .media import to_pil
-    from .ocr import OCRReward, TextRecognizer, ocr_exact_reward, ocr_reward, quoted_text, text_score
+    from .ocr import OCRReward, TextRecognizer, ocr_exact_reward, ocr_reward, read_text
     from .registry import BUILTIN_REWARDS, get_reward
-    from .runner import RewardBatch, RewardRunner
+    from .remote.client import RemoteReward
+    from .remote.server import reward_app
+    from .results import RewardBatch
+    from .rules import AspectRatioReward, SizeReward, TextLengthReward
+    from .runner import RewardRunner
+    from .text import quoted_text, text_score
     from .traits import RewardTraits, differentiable_as, differentiable_form, groupwise, reward_traits
+    from .video import MovingReward, flicker_reward, motion_reward
 
 # Where each public name lives. It is imported when it is asked for: a reward's packages are needed by its users only.
 _EXPORTS = {
+    "AspectRatioReward": "rules",
     "BUILTIN_REWARDS": "registry",
     "DifferentiableRewards": "differentiable",
+    "DurationReward": "audio",
+    "LoudnessReward": "audio",
+    "MovingReward": "video",
     "OCRReward": "ocr",
-    "RewardBatch": "runner",
+    "RemoteReward": "remote.client",
+    "RewardBatch": "results",
     "RewardError": "contract",
     "RewardFunc": "contract",
     "RewardRunner": "runner",
     "RewardTraits": "traits",
     "RewardUnavailable": "contract",
+    "SilenceReward": "audio",
+    "SizeReward": "rules",
+    "TextLengthReward": "rules",
     "TextRecognizer": "ocr",
     "brightness_reward": "image",
+    "colourfulness_reward": "image",
+    "contrast_reward": "image",
     "differentiable_as": "traits",
     "differentiable_form": "traits",
+    "entropy_reward": "image",
+    "flicker_reward": "video",
+    "framewise": "frames",
     "get_reward": "registry",
     "groupwise": "traits",
     "jpeg_compressibility_reward": "image",
     "jpeg_incompressibility_reward": "image",
+    "latent_scale_reward": "latents",
+    "motion_reward": "video",
     "ocr_exact_reward": "ocr",
     "ocr_reward": "ocr",
-    "quoted_text": "ocr",
+    "quoted_text": "text",
+    "read_text": "ocr",
+    "reward_app": "remote.server",
     "reward_traits": "traits",
-    "text_score": "ocr",
+    "saturation_reward": "image",
+    "sharpness_reward": "image",
+    "text_score": "text",
     "to_pil": "media",
 }
 
 __all__ = [
     "BUILTIN_REWARDS",
+    "AspectRatioReward",
     "DifferentiableRewards",
+    "DurationReward",
+    "LoudnessReward",
+    "MovingReward",
     "OCRReward",
+    "RemoteReward",
     "RewardBatch",
     "RewardError",
     "RewardFunc",
     "RewardRunner",
     "RewardTraits",
     "RewardUnavailable",
+    "SilenceReward",
+    "SizeReward",
+    "TextLengthReward",
     "TextRecognizer",
     "brightness_reward",
+    "colourfulness_reward",
+    "contrast_reward",
     "differentiable_as",
     "differentiable_form",
+    "entropy_reward",
+    "flicker_reward",
+    "framewise",
     "get_reward",
     "groupwise",
     "jpeg_compressibility_reward",
     "jpeg_incompressibility_reward",
+    "latent_scale_reward",
+    "motion_reward",
     "ocr_exact_reward",
     "ocr_reward",
     "quoted_text",
+    "read_text",
+    "reward_app",
     "reward_traits",
+    "saturation_reward",
+    "sharpness_reward",
     "text_score",
     "to_pil",
 ]

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rewards accept as an image, and the one place where it becomes a PIL image."""
+"""What rewards accept as an image, a video or a sound, and the one place where it becomes one."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
+
+from omnitrl.media import Audio, Video
 
 from .contract import RewardError
 
@@ -13,6 +16,8 @@ from .contract import RewardError
 # A float image may overshoot [0, 1] a little where a decoder does. Beyond this it has another range, [-1, 1] or [0,
 # 255].
 _FLOAT_RANGE = (-0.5, 1.5)
+
+T = TypeVar("T")
 
 
 def to_pil(image: Any) -> Image.Image:
@@ -43,6 +48,11 @@ def to_pil(image: Any) -> Image.Image:
     """
     if isinstance(image, Image.Image):
         return image if image.mode == "RGB" else image.convert("RGB")
+    if is_video(image):
+        raise RewardError(
+            f"expected an image, got {_described(image)}: this reward scores single images. For videos, pass "
+            f"framewise(reward), which scores their frames."
+        )
     if isinstance(image, torch.Tensor):
         tensor = image.detach().cpu()
         pixels = (
@@ -53,11 +63,7 @@ def to_pil(image: Any) -> Image.Image:
     elif isinstance(image, np.ndarray):
         pixels = image
     else:
-        raise RewardError(f"expected an image (PIL, uint8 array or float tensor), got {type(image).__name__}.")
-    if pixels.ndim == 4:
-        raise RewardError(
-            f"expected an image, got a video or batch of shape {tuple(image.shape)}: this reward scores single images."
-        )
+        raise RewardError(f"expected an image (PIL, uint8 array or float tensor), got {_described(image)}.")
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] not in (1, 3, 4)):
         raise RewardError(
             f"expected an image as an (H, W, 3) array or a (3, H, W) tensor, got {type(image).__name__} of shape "
@@ -84,14 +90,142 @@ def _to_uint8(pixels: np.ndarray) -> np.ndarray:
     return (pixels.astype(np.float32) * 255).round().clip(0, 255).astype(np.uint8)
 
 
+def pictures(completions: Sequence[Any]) -> list[Image.Image]:
+    """
+    All completions as RGB PIL images; see [`to_pil`].
+
+    Raises:
+        [`RewardError`], `ValueError`: as `to_pil`, with the place of the first that is none.
+    """
+    return [_at(row, to_pil, completion) for row, completion in enumerate(completions)]
+
+
+def is_video(value: Any) -> bool:
+    """Whether it is a video: a [`~omnitrl.media.Video`], four axes of pixels, or a list of frames."""
+    if isinstance(value, Video):
+        return True
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return value.ndim == 4
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Image.Image)
+
+
+def video_frames(video: Any) -> np.ndarray:
+    """
+    Converts a video to its frames.
+
+    Args:
+        video ([`~omnitrl.media.Video`], `np.ndarray`, `torch.Tensor` or `list`):
+            Arrays are `(F, H, W, C)`, tensors `(F, C, H, W)`, `uint8` or floating point in [0, 1]; lists hold
+            images of one size.
+
+    Returns:
+        `np.ndarray`: (F, H, W, 3) uint8.
+
+    Raises:
+        [`RewardError`]: for what is no video, or has no frame.
+        `ValueError`: for NaN or infinite pixels.
+    """
+    if isinstance(video, Video):
+        frames = video.frames
+    elif is_video(video):
+        frames = np.stack([np.asarray(to_pil(frame)) for frame in video]) if len(video) else np.zeros((0, 0, 0, 3))
+    else:
+        raise RewardError(
+            f"expected a video (a Video, a uint8 array (F, H, W, 3) or a list of images), got {_described(video)}: "
+            f"this reward scores videos only."
+        )
+    if not len(frames):
+        raise RewardError("expected a video, got one without a frame.")
+    return frames
+
+
+def videos(completions: Sequence[Any]) -> list[np.ndarray]:
+    """The frames of all completions; see `video_frames`, whose errors get the place of the first that is no video."""
+    return [_at(row, video_frames, completion) for row, completion in enumerate(completions)]
+
+
+def to_audio(value: Any) -> Audio:
+    """
+    The sound of a completion.
+
+    Args:
+        value ([`~omnitrl.media.Audio`] or [`~omnitrl.media.Video`]):
+            A sound, or a video that has one.
+
+    Returns:
+        [`~omnitrl.media.Audio`]
+
+    Raises:
+        [`RewardError`]: for anything else, a video without sound and a sound without a sample among them.
+        `ValueError`: for NaN or infinite samples.
+    """
+    audio = value.audio if isinstance(value, Video) else value
+    if not isinstance(audio, Audio):
+        what = "a video without sound" if isinstance(value, Video) else _described(value)
+        raise RewardError(
+            f"expected a sound (Audio, or a Video with one), got {what}: this reward scores sounds only."
+        )
+    if not audio.samples.size:
+        raise RewardError("expected a sound, got one without a sample.")
+    if not np.isfinite(audio.samples).all():
+        raise ValueError("the sound has NaN or infinite samples.")
+    return audio
+
+
+def sounds(completions: Sequence[Any]) -> list[Audio]:
+    """The sounds of all completions; see `to_audio`, whose errors get the place of the first that is none."""
+    return [_at(row, to_audio, completion) for row, completion in enumerate(completions)]
+
+
+def durations(completions: Sequence[Any]) -> list[float]:
+    """Seconds of videos and sounds."""
+    return [_at(row, _seconds, completion) for row, completion in enumerate(completions)]
+
+
+def _seconds(value: Any) -> float:
+    return len(value) / value.frame_rate if isinstance(value, Video) else to_audio(value).duration
+
+
+def sizes(completions: Sequence[Any]) -> list[tuple[int, int]]:
+    """Height and width of images and videos."""
+    return [_at(row, _size, completion) for row, completion in enumerate(completions)]
+
+
+def _size(value: Any) -> tuple[int, int]:
+    if is_video(value):
+        height, width = video_frames(value).shape[1:3]
+        return height, width
+    picture = to_pil(value)
+    return picture.height, picture.width
+
+
+def _at(row: int, convert: Callable[[Any], T], completion: Any) -> T:
+    try:
+        return convert(completion)
+    except (RewardError, ValueError) as error:
+        raise type(error)(f"completions[{row}]: {error}") from error
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, np.ndarray | torch.Tensor):
+        if value.ndim == 4:
+            return f"a video or batch of shape {tuple(value.shape)}"
+        return f"{type(value).__name__} of shape {tuple(value.shape)}"
+    if isinstance(value, Image.Image):
+        return f"an image of {value.height}×{value.width}"
+    return {Video: "a video", Audio: "a sound", list: "a list"}.get(type(value), type(value).__name__)
+
+
 def is_broken(completion: Any) -> bool:
     """
-    Whether there is nothing to score: `None`, or a floating point tensor or array with NaN or infinity.
+    Whether there is nothing to score: `None`, or a sound or a floating point tensor or array with NaN or infinity.
 
     A decoder that overflows gives NaN, which turns black once it is 8 bit: that must not be scored as a picture.
     """
     if completion is None:
         return True
+    if isinstance(completion, Audio):
+        return not bool(np.isfinite(completion.samples).all())
     if isinstance(completion, torch.Tensor):
         return completion.is_floating_point() and not bool(torch.isfinite(completion).all())
     if isinstance(completion, np.ndarray):

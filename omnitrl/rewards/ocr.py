@@ -4,9 +4,7 @@
 import hashlib
 import importlib.util
 import logging
-import re
 import threading
-import unicodedata
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,7 +16,10 @@ from PIL import Image
 
 from omnitrl.errors import InputError
 
-from .media import to_pil
+from .frames import check_frames, frame_indices, reduced
+from .media import is_video, pictures, to_pil, video_frames
+from .text import plain_text, quoted_text, text_score
+from .traits import RewardTraits, reward_traits
 
 
 logger = logging.getLogger(__name__)
@@ -28,137 +29,6 @@ _RECOGNITION_MODEL = "ch_PP-OCRv4_rec_infer.onnx"
 _LINE_HEIGHT = 48  # what the recognition network was trained on
 _MIN_WIDTH = 16
 _MAX_ONE_LINE_HEIGHT = 96  # twice the network's own height: above it, an image is taken for a page
-
-# An opening quote, the text, a closing one. Curly quotes are often paired the wrong way round, so any two make a pair.
-_QUOTED = re.compile(
-    r"""
-    "([^"]*)" | [“”„]([^“”„]*)[“”] | «([^»]*)» | 「([^」]*)」 | 『([^』]*)』
-    """,
-    re.VERBOSE,
-)
-
-
-def quoted_text(prompt: str) -> str | None:
-    """
-    First text between double quotes in a prompt: `"…"`, `“…”`, `„…“`, `«…»`, `「…」` or `『…』`.
-
-    Single quotes are not taken, because they also are apostrophes. An inch mark is taken for a quote: give prompts
-    that hold one a column `text`.
-
-    Args:
-        prompt (`str`):
-            The prompt.
-
-    Returns:
-        `str` or `None`: the first text that is not blank, stripped; `""` if there are only blank ones; `None` if the
-        prompt has no quotes.
-
-    Example:
-
-    ```python
-    >>> from omnitrl.rewards import quoted_text
-
-    >>> quoted_text("a sign that says “Hello World” in red")
-    'Hello World'
-    ```
-    """
-    found = [match[match.lastindex or 0].strip() for match in _QUOTED.finditer(prompt)]
-    if not found:
-        return None
-    return next((text for text in found if text), "")
-
-
-def _plain(text: str, strip: str) -> str:
-    if strip == "whitespace":
-        text = "".join(text.split())
-    elif strip == "spaces":
-        text = text.replace(" ", "")
-    else:
-        raise InputError(f"strip={strip!r} must be 'whitespace' or 'spaces'.")
-    # One form for letters with accents, whether typed as one character or as two.
-    return unicodedata.normalize("NFC", text).lower()
-
-
-def _edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance, one row of the table at a time."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, start=1):
-        diagonal, row[0] = row[0], i
-        for j, y in enumerate(b, start=1):
-            substituted = diagonal + (x != y)
-            diagonal = row[j]
-            row[j] = min(row[j] + 1, row[j - 1] + 1, substituted)
-    return row[-1]
-
-
-def text_score(
-    recognised: str,
-    target: str,
-    *,
-    substring: bool = False,
-    strip: Literal["whitespace", "spaces"] = "whitespace",
-    empty_target: Literal["error", "match"] = "error",
-) -> float:
-    r"""
-    How much of the target text was rendered, in [0, 1].
-
-    $$ s = \max\left(0,\; 1 - \frac{d(\text{recognised}, \text{target})}{|\text{target}|}\right) $$
-
-    with the Levenshtein distance \\( d \\), both texts without white space and in lower case: the reward of
-    [Flow-GRPO](https://huggingface.co/papers/2505.05470). The public implementations add an exemption for targets that
-    occur *within* the recognised text; it is off by default, because the paper has none and because a policy learns to
-    cover the picture with text where extra text costs nothing.
-
-    | project | options |
-    |---|---|
-    | the paper | the defaults |
-    | flow_grpo, DiffusionNFT, Flow-Factory | `substring=True, strip="spaces"` |
-    | verl-omni | `substring=True, empty_target="match"` |
-
-    Args:
-        recognised (`str`):
-            What was read.
-        target (`str`):
-            What should be there.
-        substring (`bool`, *optional*, defaults to `False`):
-            Whether a target within the recognised text scores 1.
-        strip (`str`, *optional*, defaults to `"whitespace"`):
-            `"whitespace"` removes every white space, `"spaces"` the space character only.
-        empty_target (`str`, *optional*, defaults to `"error"`):
-            For a target without a character, `"error"` raises, `"match"` gives 1 if nothing was recognised and else 0.
-
-    Returns:
-        `float`: the score.
-
-    Raises:
-        `ValueError`: for an empty target with `empty_target="error"`, and for an unknown option.
-
-    Example:
-
-    ```python
-    >>> from omnitrl.rewards import text_score
-
-    >>> text_score("hellowor1d", "Hello World")
-    0.9
-    >>> text_score("SALE Hello World 50% OFF", "Hello World")
-    0.0
-    >>> text_score("SALE Hello World 50% OFF", "Hello World", substring=True)
-    1.0
-    ```
-    """
-    if empty_target not in ("error", "match"):
-        raise InputError(f"empty_target={empty_target!r} must be 'error' or 'match'.")
-    read, wanted = _plain(recognised, strip), _plain(target, strip)
-    if not wanted:
-        if empty_target == "error":
-            raise InputError(
-                f"the target text {target!r} has no characters to compare with: give for example 'Hello'."
-            )
-        return float(not read)
-    if substring and wanted in read:
-        return 1.0
-    distance = min(_edit_distance(read, wanted), len(wanted))
-    return 1.0 - distance / len(wanted)
 
 
 class _Reader:
@@ -328,9 +198,10 @@ class OCRReward:
     """
     Reads the text in each image and scores it against the wanted one with [`text_score`].
 
-    The wanted text is the dataset's column `text`; where that is missing, the prompt's quoted text ([`quoted_text`]);
-    and where nothing is quoted, the whole prompt. A row whose wanted text is empty has no reward (`None`). What was
-    read is recorded in the column `ocr_text`.
+    Range [0, 1]. From [Flow-GRPO](https://huggingface.co/papers/2505.05470). The wanted text is the dataset's column
+    `text`; where that is missing, the prompt's quoted text ([`quoted_text`]); and where nothing is quoted, the whole
+    prompt. A row whose wanted text is empty has no reward (`None`). What was read is recorded in the column
+    `ocr_text`. Of a video, frames are read and scored one by one, and their scores reduced to one.
 
     Args:
         exact (`bool`, *optional*, defaults to `False`):
@@ -344,6 +215,14 @@ class OCRReward:
             faster and more. The default searches images that are higher than 96 pixels or higher than wide.
         threads (`int`, *optional*, defaults to `1`):
             Threads of the networks.
+        frames (`str`, `int` or `slice`, *optional*, defaults to `slice(None, None, 4)`):
+            Which frames of a video are read, every fourth by default; see [`framewise`].
+        reduce (`str`, *optional*, defaults to `"mean"`):
+            How their scores become one: `"mean"`, `"median"`, `"min"`, `"max"` or `"mean_above_zero"`, which is what
+            flow_grpo does.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: for an unknown option, and for options that exclude each other.
 
     Example:
 
@@ -354,6 +233,8 @@ class OCRReward:
     ```
     """
 
+    traits = RewardTraits(media=("image", "video"), deterministic=True)
+
     def __init__(
         self,
         exact: bool = False,
@@ -361,16 +242,21 @@ class OCRReward:
         strip: Literal["whitespace", "spaces"] = "whitespace",
         detect: bool | None = None,
         threads: int = 1,
+        frames: "str | int | slice" = slice(None, None, 4),
+        reduce: str = "mean",
     ):
         if strip not in ("whitespace", "spaces"):
             raise InputError(f"strip={strip!r} must be 'whitespace' or 'spaces'.")
         if exact and substring:
             raise InputError("exact=True and substring=True exclude each other: leave one of them out.")
+        check_frames(frames, reduce)
         self.exact = exact
         self.substring = substring
         self.strip = strip
         self.detect = detect
         self.threads = threads
+        self.frames = frames
+        self.reduce = reduce
 
     def __call__(
         self,
@@ -381,17 +267,17 @@ class OCRReward:
         **kwargs: Any,
     ) -> list[float | None]:
         """
-        Scores images.
+        Scores images and videos.
 
         Args:
             prompts (`list[str]`):
                 Prompts.
             completions (`list`):
-                Images, or whatever [`to_pil`] takes.
+                Images, or whatever [`to_pil`] takes, and videos.
             text (`list[str]`, *optional*):
                 Wanted texts.
             log_extra (`Callable`, *optional*):
-                Records the column `ocr_text`.
+                Records the column `ocr_text`; the texts of a video's frames are parted by ` | `.
 
         Returns:
             `list[float | None]`: scores in [0, 1].
@@ -401,40 +287,70 @@ class OCRReward:
         ]
         recognised = self._read(completions)
         if log_extra is not None:
-            log_extra("ocr_text", recognised)
-        without = [row for row, target in enumerate(targets) if not _plain(target, self.strip)]
+            log_extra("ocr_text", [" | ".join(texts) for texts in recognised])
+        without = [row for row, target in enumerate(targets) if not plain_text(target, self.strip)]
         if without:
             logger.warning(
-                "%d of %d rows have no OCR reward: their target text is empty (the first prompt: %r).",
+                "%d of %d rows have no OCR reward: their target text is empty (the first prompt: %r). Quote the "
+                'wanted text in the prompt, as in: a sign "OPEN"; or give the rows a column `text`.',
                 len(without),
                 len(targets),
                 prompts[without[0]],
             )
         return [
-            None if row in without else self._score(read, target)
-            for row, (read, target) in enumerate(zip(recognised, targets, strict=True))
+            None if row in without else reduced([self._score(read, target) for read in texts], self.reduce)
+            for row, (texts, target) in enumerate(zip(recognised, targets, strict=True))
         ]
 
     def _score(self, recognised: str, target: str) -> float:
         if self.exact:
-            return float(_plain(recognised, self.strip) == _plain(target, self.strip))
+            return float(plain_text(recognised, self.strip) == plain_text(target, self.strip))
         return text_score(recognised, target, substring=self.substring, strip=self.strip)
 
-    def _read(self, completions: Sequence[Any]) -> list[str]:
-        pictures = [to_pil(image) for image in completions]
-        texts = [""] * len(pictures)
-        for page in (False, True):
-            members = [i for i, picture in enumerate(pictures) if self._is_page(picture) == page]
-            if members:
-                read = _shared_reader(page, self.threads).read([pictures[i] for i in members])
-                for index, value in zip(members, read, strict=True):
-                    texts[index] = value
-        return texts
+    def _read(self, completions: Sequence[Any]) -> list[list[str]]:
+        """The text of each image, those of the chosen frames of each video."""
+        shown = [self._chosen(completion) if is_video(completion) else [completion] for completion in completions]
+        texts = iter(read_text([image for images in shown for image in images], self.detect, self.threads))
+        return [[next(texts) for _ in images] for images in shown]
 
-    def _is_page(self, picture: Image.Image) -> bool:
-        if self.detect is not None:
-            return self.detect
-        return picture.height > min(_MAX_ONE_LINE_HEIGHT, picture.width)
+    def _chosen(self, video: Any) -> list[np.ndarray]:
+        frames = video_frames(video)
+        return [frames[i] for i in frame_indices(self.frames, len(frames))]
+
+
+def read_text(images: Sequence[Any], detect: bool | None = None, threads: int = 1) -> list[str]:
+    """
+    The text in each image; see [`OCRReward`] for how it is read.
+
+    Args:
+        images (`list`):
+            PIL images, or whatever [`to_pil`] takes.
+        detect (`bool`, *optional*):
+            `True` for pages, `False` for single lines; the default looks at the size of each.
+        threads (`int`, *optional*, defaults to `1`):
+            Threads of the networks.
+
+    Returns:
+        `list[str]`: the texts, `""` where nothing was recognised.
+
+    Raises:
+        `ImportError`: if `rapidocr-onnxruntime` is not installed.
+    """
+    shown = pictures(images)
+    texts = [""] * len(shown)
+    for page in (False, True):
+        members = [i for i, picture in enumerate(shown) if _is_page(picture, detect) == page]
+        if members:
+            read = _shared_reader(page, threads).read([shown[i] for i in members])
+            for index, value in zip(members, read, strict=True):
+                texts[index] = value
+    return texts
+
+
+def _is_page(picture: Image.Image, detect: bool | None) -> bool:
+    if detect is not None:
+        return detect
+    return picture.height > min(_MAX_ONE_LINE_HEIGHT, picture.width)
 
 
 def _target(prompt: str, wanted: str | None) -> str:
@@ -448,6 +364,7 @@ _graded = OCRReward()
 _exact = OCRReward(exact=True)
 
 
+@reward_traits(media=("image", "video"), deterministic=True)
 def ocr_reward(
     prompts: Sequence[str], completions: Sequence[Any], text: Sequence[str | None] | None = None, **kwargs: Any
 ) -> list[float | None]:
@@ -462,7 +379,7 @@ def ocr_reward(
             Prompts; the quoted text of each is the wanted one if there is no column `text`, and the whole prompt if
             there are no quotes.
         completions (`list`):
-            Images, or whatever [`to_pil`] takes.
+            Images, or whatever [`to_pil`] takes, and videos, of which every fourth frame is read and the mean taken.
         text (`list[str]`, *optional*):
             The dataset's column of wanted texts.
         **kwargs:
@@ -484,6 +401,7 @@ def ocr_reward(
     return _graded(prompts, completions, text, **kwargs)
 
 
+@reward_traits(media=("image", "video"), deterministic=True)
 def ocr_exact_reward(
     prompts: Sequence[str], completions: Sequence[Any], text: Sequence[str | None] | None = None, **kwargs: Any
 ) -> list[float | None]:

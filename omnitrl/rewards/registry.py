@@ -13,11 +13,26 @@ from .contract import RewardFunc
 
 
 BUILTIN_REWARDS = {
+    "aspect_ratio": "omnitrl.rewards.rules:AspectRatioReward",
     "brightness": "omnitrl.rewards.image:brightness_reward",
+    "colourfulness": "omnitrl.rewards.image:colourfulness_reward",
+    "contrast": "omnitrl.rewards.image:contrast_reward",
+    "duration": "omnitrl.rewards.audio:DurationReward",
+    "entropy": "omnitrl.rewards.image:entropy_reward",
+    "flicker": "omnitrl.rewards.video:flicker_reward",
     "jpeg_compressibility": "omnitrl.rewards.image:jpeg_compressibility_reward",
     "jpeg_incompressibility": "omnitrl.rewards.image:jpeg_incompressibility_reward",
+    "latent_scale": "omnitrl.rewards.latents:latent_scale_reward",
+    "loudness": "omnitrl.rewards.audio:LoudnessReward",
+    "motion": "omnitrl.rewards.video:motion_reward",
+    "moving": "omnitrl.rewards.video:MovingReward",
     "ocr": "omnitrl.rewards.ocr:ocr_reward",
     "ocr_exact": "omnitrl.rewards.ocr:ocr_exact_reward",
+    "saturation": "omnitrl.rewards.image:saturation_reward",
+    "sharpness": "omnitrl.rewards.image:sharpness_reward",
+    "silence": "omnitrl.rewards.audio:SilenceReward",
+    "size": "omnitrl.rewards.rules:SizeReward",
+    "text_length": "omnitrl.rewards.rules:TextLengthReward",
 }
 """Names of the built-in rewards and where they live. A class stands for an instance with its defaults."""
 
@@ -28,8 +43,9 @@ def get_reward(spec: "str | RewardFunc") -> RewardFunc:
 
     Args:
         spec (`str` or `Callable`):
-            A callable is returned as it is. A string is the name of a built-in reward (see [`BUILTIN_REWARDS`]) or a
-            dotted path, `package.module:function` or `package.module.function`.
+            A callable is returned as it is. A string is the name of a built-in reward (see [`BUILTIN_REWARDS`]), a
+            dotted path, `package.module:function` or `package.module.function`, or the URL of a reward server, which
+            must be running (see [`RemoteReward`]).
 
     Returns:
         `Callable`: the reward.
@@ -59,6 +75,10 @@ def get_reward(spec: "str | RewardFunc") -> RewardFunc:
 
 
 def _from_string(spec: str) -> Any:
+    if spec.startswith(("http://", "https://")):
+        from .remote.client import RemoteReward
+
+        return RemoteReward(spec)
     if spec in BUILTIN_REWARDS:
         found = _import(BUILTIN_REWARDS[spec])
         return found() if inspect.isclass(found) else found

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
+import inspect
 import subprocess
 import sys
 
 import pytest
 
 from omnitrl.rewards import BUILTIN_REWARDS, OCRReward, RewardRunner, brightness_reward, get_reward, ocr_reward
+from omnitrl.rewards.traits import traits_of
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_REWARDS))
-def test_every_built_in_name_leads_to_its_function(name):
-    assert get_reward(name).__name__ == f"{name}_reward"
+def test_every_built_in_name_leads_to_its_function_or_an_instance_of_its_class(name):
+    found = get_reward(name)
+    named = found.__name__ if inspect.isfunction(found) else type(found).__name__
+    assert named.replace("_", "").lower() == f"{name}_reward".replace("_", "")
+    assert traits_of(found).deterministic
 
 
 def test_paths_with_colon_and_with_dots():
@@ -31,7 +36,10 @@ def test_a_nested_attribute():
             "unknown reward 'jpg_compressibility': did you mean 'jpeg_compressibility'.*brightness, ",
         ),
         ("OCR", "did you mean 'ocr'"),
-        ("zzzzzz", r"unknown reward 'zzzzzz': Built-in rewards are brightness, jpeg.*'package.module:function'"),
+        (
+            "zzzzzz",
+            r"unknown reward 'zzzzzz': Built-in rewards are aspect_ratio, brightness, .*'package.module:function'",
+        ),
         ("omnitrl.rewards.image:brightnes_reward", "has no 'brightnes_reward': did you mean 'brightness_reward'"),
         ("no_such_package_here.rewards:score", "no module 'no_such_package_here'"),
         ("omnitrl.no_such_module:score", "no module 'omnitrl.no_such_module'"),
