@@ -8,67 +8,103 @@ that hangs would keep a run from ending after Ctrl-C.
 import asyncio
 import queue
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 
 from .contract import Reward
+from .results import Answer, ask, ask_async
+
+
+class Seat(Protocol):
+    """Where one call of a reward runs."""
+
+    ready: "Future[None]"
+    """Done when a call can begin; time before that is not the reward's."""
+
+    def start(self, arguments: dict[str, Any], count: int) -> "Future[Answer]":
+        """Begins a call for `count` rows and returns at once."""
 
 
 class Lane(Protocol):
     """Runs the calls of one reward."""
 
-    def start(self, reward: Reward, arguments: dict[str, Any]) -> "Future[Any]":
-        """Begins a call and returns at once."""
+    capacity: int | None
+    """Calls that may run at a time; `None` for any number."""
 
-    def abandon(self) -> None:
-        """Gives up the call that is running: its result is not wanted any more."""
+    def reserve(self) -> Seat:
+        """A seat for one call; there are never more than `capacity`."""
+
+    def release(self, seat: Any, abandoned: bool) -> None:
+        """Gives a seat back; the result of a call that is `abandoned` is not wanted any more."""
 
     def close(self) -> None:
         """Ends the lane. It may be called more than once."""
 
 
+def done() -> "Future[None]":
+    """A future that has nothing to wait for."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
 class ThreadLane:
     """
-    Runs a synchronous reward in one daemon thread, so that it never runs beside itself.
+    Runs a synchronous reward in one daemon thread, so that it never runs beside itself. The lane is its own seat.
 
     A thread cannot be stopped from outside. The thread of an abandoned call ends by itself after that call, and the
     next call gets a new one.
     """
 
-    def __init__(self, name: str):
-        self._name = name
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Reward, dict[str, Any]] | None] | None = None
+    capacity: int | None = 1
 
-    def start(self, reward: Reward, arguments: dict[str, Any]) -> "Future[Any]":
+    def __init__(self, reward: Reward):
+        self.ready = done()
+        self._reward = reward
+        self._queue: queue.SimpleQueue[tuple[Future[Answer], dict[str, Any], int] | None] | None = None
+
+    def reserve(self) -> "ThreadLane":
+        return self
+
+    def start(self, arguments: dict[str, Any], count: int) -> "Future[Answer]":
         if self._queue is None:
             self._queue = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._queue,), name=f"reward-{self._name}", daemon=True).start()
-        future: Future[Any] = Future()
-        self._queue.put((future, reward, arguments))
+            name = f"reward-{self._reward.name}"
+            threading.Thread(target=_work, args=(self._reward, self._queue), name=name, daemon=True).start()
+        future: Future[Answer] = Future()
+        self._queue.put((future, arguments, count))
         return future
 
-    def abandon(self) -> None:
+    def release(self, seat: Any, abandoned: bool) -> None:
+        if abandoned:
+            self.close()
+
+    def close(self) -> None:
         calls, self._queue = self._queue, None  # in one step: close() comes from another thread
         if calls is not None:
             calls.put(None)
-
-    def close(self) -> None:
-        self.abandon()
 
 
 class AsyncLane:
     """Runs an asynchronous reward on an event loop that it shares with others. Its calls may overlap."""
 
-    def __init__(self, loop: "LoopThread"):
+    capacity: int | None = None
+
+    def __init__(self, reward: Reward, loop: "LoopThread"):
+        self.ready = done()
+        self._reward = reward
         self._loop = loop
 
-    def start(self, reward: Reward, arguments: dict[str, Any]) -> "Future[Any]":
-        return self._loop.run(_awaited(reward, arguments))
+    def reserve(self) -> "AsyncLane":
+        return self
 
-    def abandon(self) -> None:
+    def start(self, arguments: dict[str, Any], count: int) -> "Future[Answer]":
+        return self._loop.run(_awaited(self._reward, arguments, count))
+
+    def release(self, seat: Any, abandoned: bool) -> None:
         """Nothing to do: cancelling the future of a call cancels its coroutine."""
 
     def close(self) -> None:
@@ -83,15 +119,23 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run_loop, args=(self._loop,), name=self._name, daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Runs a coroutine there."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._started())
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Calls a function there, after those that were given before."""
+        self._started().call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run_loop, args=(self._loop,), name=self._name, daemon=True).start()
+        return self._loop
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -103,36 +147,38 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
 
 
-def _work(calls: "queue.SimpleQueue[tuple[Future[Any], Reward, dict[str, Any]] | None]") -> None:
+def _work(reward: Reward, calls: "queue.SimpleQueue[tuple[Future[Answer], dict[str, Any], int] | None]") -> None:
     torch.set_grad_enabled(False)  # the setting is per thread
     while (call := calls.get()) is not None:
-        future, reward, arguments = call
+        future, arguments, count = call
         if not future.set_running_or_notify_cancel():
             continue
         try:
-            result = reward.call(arguments)
+            answer = ask(reward, arguments, count)
         except Exception as error:
             future.set_exception(error)
         except BaseException as error:  # sys.exit() in a reward must not end the thread that others wait for
-            future.set_exception(_as_exception(error))
+            future.set_exception(as_exception(error))
         else:
-            future.set_result(result)
+            future.set_result(answer)
+            del answer
         # The images and the result must not live on while the thread waits for the next call.
         del call, future, arguments
-        result = None
 
 
-async def _awaited(reward: Reward, arguments: dict[str, Any]) -> Any:
+async def _awaited(reward: Reward, arguments: dict[str, Any], count: int) -> Answer:
     try:
-        return await reward.call(arguments)
+        return await ask_async(reward, arguments, count)
     except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
-        raise _as_exception(error) from error
+        raise as_exception(error) from error
 
 
-def _as_exception(error: BaseException) -> RuntimeError:
+def as_exception(error: BaseException) -> RuntimeError:
+    """An exception that ends no thread and no process, in the place of one that would."""
     wrapped = RuntimeError(f"the reward raised {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from omnitrl.errors import RunError
+from omnitrl.errors import InputError, RunError
+
+from .traits import NO_TRAITS, RewardTraits, traits_of
 
 
 RewardFunc = Callable[..., Any]
@@ -20,6 +22,9 @@ RewardFunc = Callable[..., Any]
 
 # The keywords that the runner fills; a dataset column may not have one of these names.
 RUNNER_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_metric", "log_extra")
+
+# Rows of one call of a model that does not say how many it wants.
+MODULE_BATCH_SIZE = 16
 
 
 class RewardError(RunError):
@@ -74,6 +79,8 @@ class Reward:
             Names of the keywords that it takes; `None` means any.
         requires (`frozenset[str]`):
             Those among them that have no default.
+        traits ([`RewardTraits`]):
+            How it wants to be called.
     """
 
     function: RewardFunc
@@ -81,6 +88,7 @@ class Reward:
     is_async: bool
     accepts: frozenset[str] | None
     requires: frozenset[str]
+    traits: RewardTraits = NO_TRAITS
 
     @classmethod
     def from_callable(cls, function: RewardFunc, name: str) -> "Reward":
@@ -89,9 +97,23 @@ class Reward:
 
         Raises:
             `TypeError`: if `function` has positional-only parameters, which cannot be filled by keyword.
+            [`~omnitrl.errors.InputError`]: if it cannot be called in a process of its own, though its traits ask it.
         """
         accepts, requires = _parameters(function, name)
-        return cls(function, name, is_async_callable(function), accepts, requires)
+        is_async, traits = is_async_callable(function), traits_of(function)
+        if traits.in_process and (is_async or isinstance(function, nn.Module)):
+            raise InputError(
+                f"reward {name!r} is {'asynchronous' if is_async else 'a module'}, which runs in this process: use "
+                "in_process=False, which is for functions of pure Python."
+            )
+        return cls(function, name, is_async, accepts, requires, traits)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Most rows of one call; `None` for those that come together, however many."""
+        if self.traits.batch_size is None and isinstance(self.function, nn.Module) and not self.traits.groupwise:
+            return MODULE_BATCH_SIZE
+        return self.traits.batch_size
 
     def check(self, available: Set[str]) -> None:
         """
@@ -121,9 +143,17 @@ class Reward:
             self.function.eval()
         return self.function(**arguments)
 
-    def values(self, returned: Any, count: int) -> list[float | None]:
+    def values(self, returned: Any, count: int, prompts: Sequence[str] = ()) -> list[float | None]:
         """
         Reads the answer as `count` numbers; `None`, NaN and infinity are kept.
+
+        Args:
+            returned (`Any`):
+                What the function returned.
+            count (`int`):
+                Rows that it was called with.
+            prompts (`list[str]`, *optional*):
+                Theirs, for the sentences.
 
         Raises:
             `RewardError`: if it is no sequence, has another length, or holds something that is not a number.
@@ -138,16 +168,17 @@ class Reward:
         if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
             raise RewardError(
                 f"reward {self.name!r} returned {_kind(returned)} for {count} rows, expected a list of {count} "
-                f"numbers (or None), for example {[0.5] * min(count, 2)}."
+                f"numbers (or None), for example {[0.5] * min(count, 2)}{_of_prompts(prompts)}."
             )
         if len(items) != count:
             raise RewardError(
-                f"reward {self.name!r} returned {len(items)} values for {count} rows: it must return one value per "
-                f"row, and None where it does not apply."
+                f"reward {self.name!r} returned {len(items)} values for {count} rows{_of_prompts(prompts)}: it must "
+                f"return one value per row, and None where it does not apply."
             )
-        return [self._number(item, row) for row, item in enumerate(items)]
+        where = prompts if len(prompts) == count else [None] * count
+        return [self._number(item, row, prompt) for row, (item, prompt) in enumerate(zip(items, where, strict=True))]
 
-    def _number(self, item: Any, row: int) -> float | None:
+    def _number(self, item: Any, row: int, prompt: str | None) -> float | None:
         if item is None:
             return None
         if isinstance(item, (torch.Tensor, np.ndarray)) and item.ndim == 0:
@@ -155,8 +186,9 @@ class Reward:
         if isinstance(item, (numbers.Real, np.bool_)):
             return float(item)
         raise RewardError(
-            f"reward {self.name!r} returned {_kind(item)} for row {row} ({item!r:.80}): every value must be a number "
-            f"or None, for example 0.5."
+            f"reward {self.name!r} returned {_kind(item)} for row {row} ({item!r:.80})"
+            f"{_of_prompts([] if prompt is None else [prompt])}: every value must be a number or None, for example "
+            f"0.5."
         )
 
 
@@ -174,12 +206,10 @@ def is_async_callable(function: RewardFunc) -> bool:
 
 
 def callable_name(function: RewardFunc) -> str:
-    """Name of a function or method, class name of any other object."""
+    """Name of a function or method, and of an object that has one; class name of any other object."""
     function = _unwrap_partial(function)
-    if inspect.isroutine(function):
-        # Brackets are awkward in the metric names of most trackers.
-        return function.__name__.strip("<>")
-    return type(function).__name__
+    # Brackets are awkward in the metric names of most trackers.
+    return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
 def unique_names(functions: Iterable[RewardFunc]) -> list[str]:
@@ -218,6 +248,23 @@ def _parameters(function: RewardFunc, name: str) -> tuple[frozenset[str] | None,
     takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
     accepts = None if takes_any else frozenset(p.name for p in by_keyword)
     return accepts, frozenset(p.name for p in by_keyword if p.default is kinds.empty)
+
+
+def _of_prompts(prompts: Sequence[str]) -> str:
+    """Of which prompts something is said: `", with the prompt 'a cat'"`, or nothing where they are not known."""
+    return f", with the {quoted_prompts(prompts)}" if prompts else ""
+
+
+def quoted_prompts(prompts: Sequence[str]) -> str:
+    """The first of some prompts, in short, for a sentence: `"prompt 'a cat' and 3 others"`."""
+    distinct = list(dict.fromkeys(str(prompt) for prompt in prompts))
+    others = f" and {len(distinct) - 1} other{'s' if len(distinct) > 2 else ''}" if len(distinct) > 1 else ""
+    first = distinct[0] if len(distinct[0]) <= _PROMPT_LENGTH else f"{distinct[0][:_PROMPT_LENGTH]}…"
+    return f"prompt {first!r}{others}"
+
+
+# Characters of a prompt that a sentence quotes.
+_PROMPT_LENGTH = 60
 
 
 def _kind(value: Any) -> str:

@@ -196,7 +196,8 @@ def test_a_watched_reward_only_warns(caplog):
         assert runner.total(batch.rewards).tolist() == [3.0, 2.0]
     assert batch.failures == {"broken": 2, "length": 0}
     assert [r.getMessage() for r in caplog.records] == [
-        "reward 'broken' failed for 2 of 2 rows, which are missing, not 0; the first failure: OSError: disk full"
+        "reward 'broken' failed for 2 of 2 rows, which are missing, not 0; the first failure: OSError: disk full, for "
+        "row 0 (prompt 'abc')"
     ]
 
 
