@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a message gets to a server and back: over HTTP, or by a call in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from omnitrl.errors import InputError
+from omnitrl.rollout.vllm_omni.wire import PREFIX
+
+
+INFO, GENERATE, ADAPTER, WEIGHTS = (f"{PREFIX}/{name}" for name in ("info", "generate", "adapter", "weights"))
+SLEEP, WAKE = f"{PREFIX}/sleep", f"{PREFIX}/wake"
+
+
+class Away(Exception):
+    """The server cannot be reached, or went away in the midst of a call."""
+
+
+class TooSlow(Exception):
+    """The server took the call and did not answer in time."""
+
+
+class Refused(Exception):
+    """
+    The server answered that it cannot do what it was asked for.
+
+    Args:
+        status (`int`):
+            Of HTTP.
+        kind (`str`):
+            `"input"`, `"stale"`, `"internal"`, or `"hooks"` for a server that does not know the routes of rollouts.
+        sentence (`str`):
+            The server's own words.
+    """
+
+    def __init__(self, status: int, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status, self.kind, self.sentence = status, kind, sentence
+
+
+class Transport(Protocol):
+    """Carries one call after the other, or many at the same time, on one event loop."""
+
+    name: str
+    """What the server is called in sentences for people."""
+
+    async def call(self, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
+        """Status and body of the answer; without a `body` it is a GET. Raises [`Away`] or [`TooSlow`]."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        ...
+
+
+class HttpTransport:
+    """
+    Calls over HTTP.
+
+    Args:
+        url (`str`):
+            Base URL of the server, such as `"http://localhost:8000"`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.name = url.rstrip("/")
+        self._client: Any = None
+
+    async def call(self, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
+        import httpx
+
+        if self._client is None:  # its connections belong to the loop that made them
+            # Servers end idle connections after 5 s, and a call on one that has just been ended is lost.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+            self._client = httpx.AsyncClient(base_url=self.name, limits=limits)
+        method = "GET" if body is None else "POST"
+        try:
+            async with asyncio.timeout(timeout):  # httpx counts from one byte to the next
+                answer = await self._client.request(method, path, content=body, timeout=timeout)
+        except (httpx.ConnectTimeout, httpx.ConnectError) as error:
+            raise Away(f"it cannot be connected to: {_words(error)}") from error
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise TooSlow(f"it did not answer within {timeout:g} s") from error
+        except httpx.HTTPError as error:
+            raise Away(f"the connection broke: {_words(error)}") from error
+        return answer.status_code, answer.content
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+
+def check_url(url: str) -> str:
+    """
+    A base URL without a slash at its end.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: it is none.
+    """
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    with contextlib.suppress(ValueError):
+        if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and parts.port != 0:
+            return url.rstrip("/")
+    raise InputError(
+        f"vllm_server_base_url={url!r} is no address of a server: use one like 'http://localhost:8000', with no path."
+    )
+
+
+def checked_answer(status: int, body: bytes) -> bytes:
+    """
+    The body of an answer that is one.
+
+    Raises:
+        [`Refused`]: the server says why it is none.
+    """
+    if status == 200:
+        return body
+    try:
+        content = json.loads(body)
+        kind, sentence = str(content["kind"]), str(content["error"])
+    except (ValueError, KeyError, TypeError):  # not of our hooks
+        kind = "hooks" if status in (404, 405) else "internal"
+        sentence = body[:500].decode(errors="replace").strip() or f"HTTP status {status}"
+    raise Refused(status, kind, sentence)
+
+
+class InProcessTransport:
+    """
+    Calls of the server's own handlers in this process.
+
+    Args:
+        handle (`Callable`):
+            Takes a path and a body, and gives a status and a body.
+        close (`Callable`):
+            Ends the engine.
+    """
+
+    name = "the engine in this process"
+
+    def __init__(
+        self, handle: Callable[[str, bytes | None], Awaitable[tuple[int, bytes]]], close: Callable[[], None]
+    ) -> None:
+        self._handle, self._close = handle, close
+
+    async def call(self, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._handle(path, body)
+        except TimeoutError as error:
+            raise TooSlow(f"it did not answer within {timeout:g} s") from error
+
+    async def close(self) -> None:
+        self._close()
+
+
+class LoopThread:
+    """An event loop in a daemon thread, which runs while the trainer's own thread computes."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begins a coroutine; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancels what still runs and ends the thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+
+def _words(error: Exception) -> str:
+    """What an exception says, or its name where it says nothing."""
+    return str(error) or type(error).__name__
