@@ -31,6 +31,7 @@ INSTALL_REQUIRES = [
     "datasets>=4.7",
     "diffusers>=0.40",
     "ftfy>=6.1",  # `WanImageToVideoPipeline` cleans prompts with it and does not ask whether it is there
+    "httpx>=0.27",
     "huggingface_hub>=1.23",
     "jinja2>=3.1",
     "matplotlib>=3.8",
@@ -50,7 +51,9 @@ INSTALL_REQUIRES = [
 
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.17"],
+    "judge": ["openai>=1.60"],
     "ocr": ["rapidocr-onnxruntime>=1.4,<2"],
+    "serve": ["starlette>=0.47", "uvicorn>=0.34"],
     "trackers": ["tensorboard", "trackio", "wandb"],
     "vllm": ["vllm>=0.22", "vllm-omni"],
     "docs": ["mkdocs>=1.6,<2"],
@@ -58,7 +61,9 @@ EXTRAS = {
     "test": ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],
 }
 EXTRAS["dev"] = EXTRAS["test"] + EXTRAS["quality"] + EXTRAS["docs"]
-EXTRAS["all"] = EXTRAS["dev"] + EXTRAS["deepspeed"] + EXTRAS["ocr"] + EXTRAS["trackers"] + EXTRAS["vllm"]
+EXTRAS["all"] = [
+    package for extra in ("dev", "deepspeed", "judge", "ocr", "serve", "trackers", "vllm") for package in EXTRAS[extra]
+]
 
 setup(
     name="omnitrl",

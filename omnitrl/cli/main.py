@@ -18,6 +18,7 @@ from omnitrl.version import __version__
 # name: (module, what it does)
 COMMANDS = {
     "quickstart": ("omnitrl.cli.quickstart", "train a small model that ships with the package to spell, on a CPU"),
+    "serve-reward": ("omnitrl.cli.serve_reward", "put a reward behind HTTP, for trainers on other machines"),
     "env": ("omnitrl.cli.env", "print versions and devices, for bug reports"),
 }
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """The parser for what stands before a command, and the source of the help."""
-    commands = "\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<14}{text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="omnitrl",
         usage="omnitrl [--version] COMMAND …",

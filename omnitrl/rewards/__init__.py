@@ -17,8 +17,9 @@ apply to the row. An exception, a time-out, NaN or infinity means that it failed
 the row; neither is ever taken for 0.
 
 A reward is a function, an `async` function, an object with `__call__` (or `async __call__`), an `nn.Module`, the name
-of a built-in reward, a dotted path `package.module:function`, or the URL of a reward server. It is given those of the keywords above that its
-signature accepts: all of them if it takes `**kwargs`. It runs in a background thread, without gradients.
+of a built-in reward, a dotted path `package.module:function`, or the URL of a reward server. It is given those of the
+keywords above that its signature accepts: all of them if it takes `**kwargs`. It runs in a background thread, without
+gradients.
 
 Example:
 
@@ -47,6 +48,16 @@ if TYPE_CHECKING:
         saturation_reward,
         sharpness_reward,
     )
+    from .judge import (
+        CustomTemplate,
+        JudgeTemplate,
+        OCRTemplate,
+        PairwiseTemplate,
+        QuestionsTemplate,
+        ScoreTemplate,
+        VLMJudge,
+        YesNoTemplate,
+    )
     from .latents import latent_scale_reward
     from .media import to_pil
     from .ocr import OCRReward, TextRecognizer, ocr_exact_reward, ocr_reward, read_text
@@ -64,11 +75,16 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "AspectRatioReward": "rules",
     "BUILTIN_REWARDS": "registry",
+    "CustomTemplate": "judge",
     "DifferentiableRewards": "differentiable",
     "DurationReward": "audio",
+    "JudgeTemplate": "judge",
     "LoudnessReward": "audio",
     "MovingReward": "video",
     "OCRReward": "ocr",
+    "OCRTemplate": "judge",
+    "PairwiseTemplate": "judge",
+    "QuestionsTemplate": "judge",
     "RemoteReward": "remote.client",
     "RewardBatch": "results",
     "RewardError": "contract",
@@ -76,10 +92,13 @@ _EXPORTS = {
     "RewardRunner": "runner",
     "RewardTraits": "traits",
     "RewardUnavailable": "contract",
+    "ScoreTemplate": "judge",
     "SilenceReward": "audio",
     "SizeReward": "rules",
     "TextLengthReward": "rules",
     "TextRecognizer": "ocr",
+    "VLMJudge": "judge",
+    "YesNoTemplate": "judge",
     "brightness_reward": "image",
     "colourfulness_reward": "image",
     "contrast_reward": "image",
@@ -109,11 +128,16 @@ _EXPORTS = {
 __all__ = [
     "BUILTIN_REWARDS",
     "AspectRatioReward",
+    "CustomTemplate",
     "DifferentiableRewards",
     "DurationReward",
+    "JudgeTemplate",
     "LoudnessReward",
     "MovingReward",
     "OCRReward",
+    "OCRTemplate",
+    "PairwiseTemplate",
+    "QuestionsTemplate",
     "RemoteReward",
     "RewardBatch",
     "RewardError",
@@ -121,10 +145,13 @@ __all__ = [
     "RewardRunner",
     "RewardTraits",
     "RewardUnavailable",
+    "ScoreTemplate",
     "SilenceReward",
     "SizeReward",
     "TextLengthReward",
     "TextRecognizer",
+    "VLMJudge",
+    "YesNoTemplate",
     "brightness_reward",
     "colourfulness_reward",
     "contrast_reward",

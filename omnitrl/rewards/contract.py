@@ -23,9 +23,6 @@ RewardFunc = Callable[..., Any]
 # The keywords that the runner fills; a dataset column may not have one of these names.
 RUNNER_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_metric", "log_extra")
 
-# Rows of one call of a model that does not say how many it wants.
-MODULE_BATCH_SIZE = 16
-
 
 class RewardError(RunError):
     """
@@ -108,12 +105,23 @@ class Reward:
             )
         return cls(function, name, is_async, accepts, requires, traits)
 
-    @property
-    def batch_size(self) -> int | None:
-        """Most rows of one call; `None` for those that come together, however many."""
-        if self.traits.batch_size is None and isinstance(self.function, nn.Module) and not self.traits.groupwise:
-            return MODULE_BATCH_SIZE
-        return self.traits.batch_size
+    def move(self, device: str | torch.device) -> None:
+        """
+        Moves a reward that is a model, or has a method `to` as models do; any other stays as it is.
+
+        Raises:
+            [`~omnitrl.errors.InputError`]: there is no such device.
+        """
+        move = getattr(self.function, "to", None)
+        if not callable(move):
+            return
+        try:
+            move(device)
+        except (RuntimeError, AssertionError) as error:  # what PyTorch raises for a device that it has not
+            raise InputError(
+                f"reward {self.name!r} cannot be moved to device={str(device)!r} ({error}): use 'cpu', or None to "
+                "leave it where it is."
+            ) from error
 
     def check(self, available: Set[str]) -> None:
         """

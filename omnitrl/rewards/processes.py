@@ -17,9 +17,16 @@ from typing import Any
 
 from omnitrl.errors import InputError
 
-from .background import as_exception
+from .background import AsyncLane, Lane, LoopThread, ThreadLane, as_exception
 from .contract import Reward, RewardError
 from .results import Answer, ask
+
+
+def lane_of(reward: Reward, loop: LoopThread, num_processes: int) -> Lane:
+    """The lane that suits a reward: `loop` for an asynchronous one, processes of its own, or a thread."""
+    if reward.is_async:
+        return AsyncLane(reward, loop)
+    return ProcessLane(reward, num_processes) if reward.traits.in_process else ThreadLane(reward)
 
 
 class ProcessLane:

@@ -8,16 +8,15 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import torch
-from torch import nn
 
 from omnitrl.errors import InputError
 
-from .background import AsyncLane, Lane, LoopThread, ThreadLane
+from .background import LoopThread
 from .breaker import Breaker
 from .cache import RewardCache
 from .contract import RUNNER_ARGUMENTS, Reward, RewardError, RewardFunc, unique_names
 from .kinds import shown_media
-from .processes import ProcessLane
+from .processes import lane_of
 from .queueing import Chunk, Job, RewardQueue
 from .registry import get_reward
 from .results import RewardBatch, RewardTable
@@ -74,6 +73,7 @@ class RewardRunner:
     Attributes:
         names (`list[str]`): unique names, used in metrics.
         weights (`list[float]`): the weights, which may be changed between two rounds.
+        initial_weights, final_weights (`list[float]`): what they are at first and in the end.
         watched (`list[bool]`): which rewards have weight 0 for good.
 
     Example:
@@ -116,16 +116,20 @@ class RewardRunner:
             raise InputError("reward_funcs is empty: give at least one reward, for example 'ocr'.")
         functions = [get_reward(spec) for spec in given]
         self.names = unique_names(functions)
-        self.weights = check_weights(weights, self.names)
-        final = self.weights if final_weights is None else check_weights(final_weights, self.names)
-        self.watched = [not (first or last) for first, last in zip(self.weights, final, strict=True)]
+        self.initial_weights = check_weights(weights, self.names)
+        self.final_weights = check_weights(weights if final_weights is None else final_weights, self.names)
+        self.weights = list(self.initial_weights)
+        self.watched = [
+            not (first or last) for first, last in zip(self.initial_weights, self.final_weights, strict=True)
+        ]
         _check_limits(max_retries, retry_wait, timeout, max_failed_fraction)
         _check_room(max_wait, max_pending, cache_size, num_processes)
         self.max_failed_fraction = max_failed_fraction
         self.max_pending = max_pending
         self._rewards = [Reward.from_callable(*named) for named in zip(functions, self.names, strict=True)]
         if device is not None:
-            _move(self._rewards, device)
+            for reward in self._rewards:
+                reward.move(device)
         # Two loops: an async reward that blocks its loop must not hold up the others, nor its own time-out.
         self._control = LoopThread("reward-runner")
         loop = LoopThread("reward-async")
@@ -134,7 +138,7 @@ class RewardRunner:
         self._queues = [
             RewardQueue(
                 reward,
-                _lane(reward, loop, num_processes),
+                lane_of(reward, loop, num_processes),
                 Breaker(reward.name, max_retries, retry_wait, max_wait),
                 timeout,
                 cache if reward.traits.deterministic and not reward.traits.groupwise else None,
@@ -236,13 +240,15 @@ class RewardRunner:
             raise
         return self._assemble(chunks)
 
-    def total(self, rewards: torch.Tensor) -> torch.Tensor:
+    def total(self, rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
         """
         Weighted sum over the rewards, missing ones left out as in TRL.
 
         Args:
             rewards (`torch.Tensor`):
                 Shape (N, F), NaN where missing; possibly gathered from all ranks.
+            weights (`list[float]`, *optional*):
+                One per reward; the current ones by default.
 
         Returns:
             `torch.Tensor` of shape (N,): NaN for a row that has no value of any reward that is not watched only.
@@ -253,9 +259,9 @@ class RewardRunner:
                 f"got {tuple(rewards.shape)}."
             )
         counts = ~torch.tensor(self.watched, device=rewards.device)
-        weights = torch.tensor(self.weights, dtype=rewards.dtype, device=rewards.device)
+        factors = torch.tensor(self.weights if weights is None else weights, dtype=rewards.dtype, device=rewards.device)
         counted = rewards[:, counts]  # (N, F')
-        total = (counted * weights[counts]).nansum(dim=1)
+        total = (counted * factors[counts]).nansum(dim=1)
         return total.masked_fill(counted.isnan().all(dim=1), math.nan)
 
     def discard(self) -> None:
@@ -322,12 +328,6 @@ def _of_latents(reward: Reward) -> bool:
     return reward.traits.media == ("latents",)
 
 
-def _lane(reward: Reward, loop: LoopThread, num_processes: int) -> Lane:
-    if reward.is_async:
-        return AsyncLane(reward, loop)
-    return ProcessLane(reward, num_processes) if reward.traits.in_process else ThreadLane(reward)
-
-
 def _job(reward: Reward, chunk: Chunk, completions: Sequence[Any] | None, latents: Sequence[Any] | None) -> Job:
     """What a reward owes a chunk; raises where it looks at something that is not there."""
     if reward.traits.groupwise and chunk.groups is None:
@@ -348,21 +348,6 @@ def _job(reward: Reward, chunk: Chunk, completions: Sequence[Any] | None, latent
             "completions=[...]), or sample with decode=True."
         )
     return Job(chunk, shown_media(reward, completions), "media")
-
-
-def _move(rewards: Sequence[Reward], device: str | torch.device) -> None:
-    """Moves the rewards that are models, or have a method `to` as models do."""
-    for reward in rewards:
-        move = getattr(reward.function, "to", None)
-        if not isinstance(reward.function, nn.Module) and not callable(move):
-            continue
-        try:
-            reward.function.to(device)  # type: ignore[attr-defined]
-        except (RuntimeError, AssertionError) as error:  # what PyTorch raises for a device that it has not
-            raise InputError(
-                f"reward {reward.name!r} cannot be moved to device={str(device)!r} ({error}): use 'cpu', or None to "
-                "leave it where it is."
-            ) from error
 
 
 def _check_limits(max_retries: int, retry_wait: float, timeout: float | None, max_failed_fraction: float) -> None:

@@ -14,8 +14,9 @@ from omnitrl.version import __version__
 def test_without_arguments_it_prints_the_commands(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert "quickstart  train a small model" in printed
-    assert "env         print versions" in printed
+    assert "quickstart    train a small model" in printed
+    assert "serve-reward  put a reward behind HTTP" in printed
+    assert "env           print versions" in printed
 
 
 def test_version(capsys):
@@ -29,7 +30,7 @@ def test_an_unknown_command_is_one_line_and_exit_code_2():
     done = subprocess.run([sys.executable, "-m", "omnitrl.cli.main", "quickstrat"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
-        "error: Unknown command 'quickstrat'; there are quickstart, env. Did you mean 'quickstart'?\n"
+        "error: Unknown command 'quickstrat'; there are quickstart, serve-reward, env. Did you mean 'quickstart'?\n"
     )
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from omnitrl.errors import InputError
 from omnitrl.media import Audio, Video
+from omnitrl.rewards.results import Answer
 from omnitrl.rewards.traits import RewardTraits
 
 
@@ -44,7 +45,7 @@ _PLAIN = (str, int, bool, type(None))
 # Those of numpy that a number in JSON gives back bit for bit.
 _SCALARS = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64"),
+    *("float16", "float32", "float64", "str"),
 )
 
 
@@ -130,25 +131,6 @@ class Request:
     def rows(self) -> int:
         """How many there are."""
         return max((len(values) for values in self.arguments.values()), default=0)
-
-
-@dataclasses.dataclass
-class Answer:
-    """
-    What a reward said.
-
-    Args:
-        values (`list[float | None]`):
-            One per row; `None` where the reward does not apply, NaN where it failed.
-        metrics (`dict[str, list[float]]`):
-            What it recorded with `log_metric`.
-        extras (`dict[str, list]`):
-            What it recorded with `log_extra`, one value per row.
-    """
-
-    values: list[float | None]
-    metrics: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    extras: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
 
 def pack_request(request: Request, png: bool = False) -> bytes:
@@ -250,7 +232,7 @@ class _Packer:
                 break
         else:
             raise InputError(
-                f"is a {type(value).__name__}, which cannot be sent to a reward server: numbers, text, bytes, "
+                f"is of type {type(value).__name__}, which cannot be sent to a reward server: numbers, text, bytes, "
                 "pictures, videos, sounds, arrays, tensors, and lists and dictionaries of them can."
             )
         if isinstance(node, dict) and node.get("$") in _SENT_ONCE:
@@ -258,9 +240,7 @@ class _Packer:
         return node
 
     def _scalar(self, value: np.generic) -> Any:
-        kind = value.dtype.name
-        if isinstance(value, np.str_):
-            return str(value)
+        kind = "str" if isinstance(value, np.str_) else value.dtype.name
         if kind not in _SCALARS:
             raise InputError(f"is a numpy {kind}, which cannot be sent to a reward server: make it a number or text.")
         return {"$": "scalar", "dtype": kind, "value": self.value(value.item())}
