@@ -22,6 +22,11 @@ BUILTIN_REWARDS = {
     "flicker": "omnitrl.rewards.video:flicker_reward",
     "jpeg_compressibility": "omnitrl.rewards.image:jpeg_compressibility_reward",
     "jpeg_incompressibility": "omnitrl.rewards.image:jpeg_incompressibility_reward",
+    "judge_ocr": "omnitrl.rewards.judge.builtin:judge_ocr",
+    "judge_pairwise": "omnitrl.rewards.judge.builtin:judge_pairwise",
+    "judge_questions": "omnitrl.rewards.judge.builtin:judge_questions",
+    "judge_score": "omnitrl.rewards.judge.builtin:judge_score",
+    "judge_yes_no": "omnitrl.rewards.judge.builtin:judge_yes_no",
     "latent_scale": "omnitrl.rewards.latents:latent_scale_reward",
     "loudness": "omnitrl.rewards.audio:LoudnessReward",
     "motion": "omnitrl.rewards.video:motion_reward",
@@ -82,6 +87,10 @@ def _from_string(spec: str) -> Any:
     if spec in BUILTIN_REWARDS:
         found = _import(BUILTIN_REWARDS[spec])
         return found() if inspect.isclass(found) else found
+    if "/" in spec and ":" not in spec:
+        from .hub import reward_from_hub
+
+        return reward_from_hub(spec)
     if ":" in spec or "." in spec:
         return _import(spec)
     near = difflib.get_close_matches(spec.lower(), BUILTIN_REWARDS, n=1, cutoff=0.5)
