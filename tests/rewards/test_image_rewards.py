@@ -9,15 +9,20 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from omnitrl.media import Video
 from omnitrl.rewards import (
     RewardError,
+    RewardRunner,
     brightness_reward,
+    get_reward,
     jpeg_compressibility_reward,
     jpeg_incompressibility_reward,
+    statistics,
     to_pil,
 )
 
 
+COLOUR_NAMES = ["contrast", "entropy", "saturation", "colourfulness", "sharpness"]
 GOLDEN = Path(__file__).parents[1] / "golden" / "08b_reward_jpeg"
 
 
@@ -53,6 +58,7 @@ def test_golden_08b_jpeg(golden, form):
     assert size == pytest.approx(tensors["flow_grpo_incompressibility"].tolist(), rel=tolerance)
     assert small == pytest.approx(tensors["flow_grpo_compressibility"].tolist(), rel=tolerance)
     assert small == pytest.approx(tensors["verl_compressibility"].tolist(), rel=tolerance)
+    assert small == pytest.approx(tensors["flow_grpo_compressibility_float_tensor"].tolist(), rel=tolerance)
     assert size[0] < size[1]
 
 
@@ -63,6 +69,40 @@ def test_brightness_is_the_mean_luma():
     half = np.zeros((4, 8, 3), np.uint8)
     half[:2] = 255
     assert brightness_reward([half]) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [("contrast", 1), ("entropy", 8), ("saturation", 1), ("colourfulness", 100), ("sharpness", 1000)],
+)
+def test_rewards_of_pixels_are_statistics_in_a_unit(name, unit):
+    images = [Image.effect_noise((16, 12), 40).convert("RGB"), Image.new("RGB", (16, 12), (200, 100, 50))]
+    scores = get_reward(name)(completions=images, prompts=["", ""])
+    assert scores == pytest.approx([getattr(statistics, name)(image) / unit for image in images], rel=1e-12)
+
+
+def test_values_of_one_picture_by_hand():
+    red_and_grey = np.array([[[255, 0, 0], [128, 128, 128]]] * 2, dtype=np.uint8)  # luma 76 and 128
+    values = {name: get_reward(name)(completions=[red_and_grey])[0] for name in COLOUR_NAMES}
+    assert values == {
+        "contrast": pytest.approx(26 / 255),
+        "entropy": 0.125,
+        "saturation": 0.5,
+        # the halves are 255, 127.5 and 0, 0 in the opponent colours: deviation and mean are both half of that
+        "colourfulness": pytest.approx(1.3 * np.hypot(127.5, 63.75) / 100),
+        "sharpness": pytest.approx((2 * 52) ** 2 / 1000),  # each pixel sees the other column on both sides
+    }
+
+
+@pytest.mark.parametrize("name", [*COLOUR_NAMES, "brightness", "jpeg_compressibility", "jpeg_incompressibility"])
+def test_the_runner_says_which_reward_does_not_take_videos_and_what_does(name):
+    def score(video):
+        with RewardRunner(name) as runner:
+            runner.submit([{"prompt": ""}], [video])
+            return runner.collect()
+
+    with pytest.raises(RewardError, match=rf"{name}_reward.*framewise\(reward\)"):
+        score(Video(np.zeros((2, 4, 4, 3), np.uint8), 8.0))
 
 
 def test_to_pil_gives_the_same_pixels_for_every_form():
@@ -113,5 +153,5 @@ def test_to_pil_says_what_is_wrong(image, message):
 def test_an_image_that_is_not_finite_is_never_scored(value):
     image = torch.zeros(3, 4, 4)
     image[0, 1, 2] = value
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        brightness_reward([image])
+    with pytest.raises(ValueError, match=r"completions\[1\]: the image has NaN or infinite pixels"):
+        brightness_reward([torch.zeros(3, 4, 4), image])

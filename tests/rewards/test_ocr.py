@@ -5,23 +5,29 @@ import threading
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
+from omnitrl.media import Audio, Video
 from omnitrl.rewards import (
     OCRReward,
+    RewardError,
     RewardRunner,
     TextRecognizer,
+    framewise,
     ocr,
     ocr_exact_reward,
     ocr_reward,
     quoted_text,
+    read_text,
     text_score,
 )
 
 
 ROWS = json.loads((Path(__file__).parents[1] / "golden" / "08_reward_ocr_text" / "case.json").read_text())["rows"]
 FONT = Path(matplotlib.__file__).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSansMono-Bold.ttf"
+CHINESE = Path(__file__).with_name("chinese_line.png")  # 你好世界
 WORDS = (
     "CAT DOG SUN MAP RED SKY BOX CUP HAT PEN TEA KEY JAM OWL FOX "
     "ICE NET LOG BEE RUN BUS CAR COW EGG FAN GEM HEN INK JAR KID"
@@ -220,6 +226,84 @@ def test_large_images_are_searched_for_text():
     mixed = ocr_reward(["cat", "Hello World", "dog"], [render("CAT"), page, render("DOG")])
     assert mixed == [1.0, 1.0, 1.0]
     assert ocr_reward(["cat"], [Image.new("RGB", (128, 128), "white")]) == [0.0]
+
+
+def test_chinese_is_read_in_a_line_and_on_a_page():
+    line = Image.open(CHINESE)
+    page = Image.new("RGB", (160, 128), "white")
+    page.paste(line, (20, 20))
+    page.paste(render("Hello", size=(112, 32)), (20, 70))
+    assert read_text([line, page]) == ["你好世界", "你好世界 Hello"]
+    prompts = ["灯笼上写着「你好世界」", "lanterns that say “你好”", "lanterns that say '你好世界人'"]
+    assert ocr_reward(prompts, [line] * 3) == [1.0, 0.0, 0.8]
+    assert OCRReward(substring=True)(prompts, [line] * 3) == [1.0, 1.0, 0.8]
+
+
+# --- text in videos -------------------------------------------------------------------------------------------------
+
+
+def words_in_frames(*words):
+    """A video with one word in each frame."""
+    return Video(np.stack([np.asarray(render(word)) for word in words]), 8.0)
+
+
+FRAMES = ("CAT", "DOG", "DOG", "DOG", "CAP", "DOG", "DOG", "DOG", "SUN")  # 1, 2/3 and 0 of "CAT" in every fourth
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 5 / 9),
+        ({"reduce": "min"}, 0.0),
+        ({"reduce": "max"}, 1.0),
+        ({"reduce": "median"}, 2 / 3),
+        ({"reduce": "mean_above_zero"}, 5 / 6),  # flow_grpo's
+        ({"frames": "first_last"}, 0.5),
+        ({"frames": 1}, 2 / 3),
+        ({"frames": "all", "exact": True}, 1 / 9),
+    ],
+)
+def test_frames_of_a_video_are_read_and_their_scores_reduced(options, expected):
+    assert OCRReward(**options)(['the word "CAT"'], [words_in_frames(*FRAMES)]) == [pytest.approx(expected)]
+
+
+def test_videos_and_pictures_may_be_mixed_and_what_was_read_is_recorded():
+    seen = {}
+    media = [
+        words_in_frames("CAT", "DOG"),
+        render("DOG"),
+        np.array(words_in_frames("DOG", "CAT", "CAT", "CAT", "SUN")),
+    ]
+    scores = ocr_reward(["cat", "dog", "dog"], media, log_extra=seen.__setitem__)
+    assert scores == [1.0, 1.0, 0.5]
+    assert seen == {"ocr_text": ["CAT", "DOG", "DOG | SUN"]}
+    assert ocr_exact_reward(["cat", "", "dog"], media, text=[None, "", None]) == [1.0, None, 0.5]
+
+
+def test_the_wrapper_for_frames_gives_what_the_reward_itself_does():
+    media = [words_in_frames(*FRAMES), words_in_frames("DOG", "CAT")]
+    with RewardRunner([OCRReward(frames="all"), framewise("ocr")]) as runner:
+        runner.submit([{"prompt": "cat"}] * 2, media)
+        rewards = runner.collect().rewards
+    assert rewards[:, 0].tolist() == rewards[:, 1].tolist() == [pytest.approx(5 / 27), 0.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"frames": "some"}, "frames='some' must be 'all'"), ({"reduce": "sum"}, "reduce='sum' must be one of")],
+)
+def test_unknown_choices_of_frames_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        OCRReward(**options)
+
+
+@pytest.mark.parametrize("completion", [Audio(np.zeros((1, 8), np.float32), 8), "CAT"])
+def test_what_has_no_text_to_read(completion):
+    with pytest.raises(RewardError, match=r"completions\[1\]: expected an image .*, got (a sound|str)"):
+        ocr_reward(["cat", "cat"], [render("CAT"), completion])
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
 
 
 def test_the_network_is_loaded_once_by_many_threads():
