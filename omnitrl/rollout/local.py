@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omnitrl.models import Conditions, FlowModel
+from omnitrl.rollout.context import EngineContext
 from omnitrl.rollout.noise import SampleNoise
 from omnitrl.rollout.stepping import Record, Sampler, Walk, sampling_table
 from omnitrl.rollout.trajectory import SampleRequest, SamplingParams, Trajectory, WeightReport
@@ -63,6 +64,11 @@ class LocalEngine:
         self._policy: Callable[[], Callable[..., Tensor]] = policy or (lambda: model.velocity)
         self._autocast = autocast
         self._on_step = on_step
+
+    @classmethod
+    def from_trainer(cls, context: EngineContext) -> LocalEngine:
+        """The engine of a trainer."""
+        return cls(context.model, context.policy, context.batch_size, context.autocast, context.on_step)
 
     def generate(self, requests: Sequence[SampleRequest], params: SamplingParams) -> Iterator[list[Trajectory]]:
         """Makes the samples batch by batch; see [`RolloutEngine.generate`]."""
@@ -147,6 +153,10 @@ class LocalEngine:
 
     def health(self) -> None:
         """Always able to generate."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Nothing that the trainer does not see itself."""
+        return {}
 
     def close(self) -> None:
         """Nothing to end."""

@@ -197,6 +197,10 @@ class RolloutEngine(Protocol):
         """Raises with a reason if the engine cannot generate."""
         ...
 
+    def take_metrics(self) -> dict[str, float]:
+        """What the engine has counted since the last call, by the name of the metric."""
+        ...
+
     def close(self) -> None:
         """Ends the engine."""
         ...

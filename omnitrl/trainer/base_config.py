@@ -11,6 +11,7 @@ from transformers import SchedulerType, TrainingArguments
 from omnitrl.errors import InputError, did_you_mean
 from omnitrl.models import MediaSize
 from omnitrl.rollout import ENGINES
+from omnitrl.rollout.vllm_omni.transport import check_url
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
@@ -58,6 +59,7 @@ class BaseConfig(TrainingArguments):
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "rollout_batch_size": 1,
+        "vllm_max_concurrency": 1,
         "max_sequence_length": 1,
         "guidance_scale": 0,
         "guidance_scale_train": 0,
@@ -116,7 +118,39 @@ class BaseConfig(TrainingArguments):
             "first by default."
         },
     )
-    rollout_engine: str = field(default="local", metadata={"help": "Where samples are made: 'local'."})
+    rollout_engine: str = field(
+        default="local",
+        metadata={"help": "Where samples are made: 'local' in this process, or 'vllm_omni' by vLLM-Omni."},
+    )
+    vllm_mode: str = field(
+        default="server",
+        metadata={"help": "vLLM-Omni in a 'server' that `omnitrl vllm-serve` started, or 'colocate' in this process."},
+    )
+    vllm_server_base_url: list[str] | None = field(
+        default=None,
+        metadata={"help": "URL of the server, or of several that share the work; http://localhost:8000 by default."},
+    )
+    vllm_server_timeout: float = field(
+        default=240.0,
+        metadata={"help": "Seconds to wait for a server, at the start and when the last one went away."},
+    )
+    vllm_request_timeout: float = field(
+        default=600.0,
+        metadata={"help": "Seconds that a server may take for one sample, before it is asked for again."},
+    )
+    vllm_max_concurrency: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples that a process asks one server for at once; twice what it makes at once, 4 at least."
+        },
+    )
+    vllm_check_tolerance: float | None = field(
+        default=None,
+        metadata={
+            "help": "Relative difference between a server's sample and the trainer's own that ends the run; by "
+            "default 1e-3 in float32, and in half precision a warning above 0.1."
+        },
+    )
     rollout_batch_size: int | None = field(
         default=None,
         metadata={"help": "Samples per network call in rollouts; `per_device_train_batch_size` by default."},
@@ -151,6 +185,11 @@ class BaseConfig(TrainingArguments):
         """Size of the media, as far as it is given."""
         return MediaSize(self.height, self.width, self.num_frames, self.audio_length)
 
+    @property
+    def server_urls(self) -> list[str]:
+        """Addresses of the rollout servers."""
+        return list(self.vllm_server_base_url or ["http://localhost:8000"])
+
     def __post_init__(self) -> None:
         if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"  # the Trainer's own default is a loss, which evaluation has not
@@ -161,6 +200,21 @@ class BaseConfig(TrainingArguments):
     def _check_choices(self) -> None:
         """Raises for an option that is a name and not a known one; subclasses add theirs."""
         check_choice("rollout_engine", self.rollout_engine, ENGINES)
+        check_choice("vllm_mode", self.vllm_mode, ("server", "colocate"))
+        self._check_servers()
+
+    def _check_servers(self) -> None:
+        """Raises for addresses of servers that are none or for nothing; a single one may be given without a list."""
+        given = self.vllm_server_base_url
+        if given and (self.rollout_engine, self.vllm_mode) != ("vllm_omni", "server"):
+            raise InputError(
+                f"vllm_server_base_url={given!r} is for rollout_engine='vllm_omni' with vllm_mode='server', but they "
+                f"are {self.rollout_engine!r} and {self.vllm_mode!r}: set these, or leave the address out."
+            )
+        if given is not None:
+            self.vllm_server_base_url = [check_url(url) for url in ([given] if isinstance(given, str) else given)]
+        if len(set(self.server_urls)) < len(self.server_urls):
+            raise InputError(f"vllm_server_base_url={given} names a server twice: name each once.")
 
     def _check_ranges(self) -> None:
         """Raises for a number that is out of range; subclasses add theirs."""
@@ -175,5 +229,7 @@ class BaseConfig(TrainingArguments):
                 "to train: use max_steps=100, or max_steps=-1 and num_train_epochs=1."
             )
         check_share(self, "0.9, or None for no average", "ema_decay")
+        check_positive(self, "240", "vllm_server_timeout", "vllm_request_timeout")
+        check_positive(self, "0.01, or None", "vllm_check_tolerance")
         if self.auto_find_batch_size:
             raise InputError("auto_find_batch_size would change the groups: set per_device_train_batch_size yourself.")

@@ -444,14 +444,25 @@ class BaseTrainer(HubTrainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_weights(self, folder: Path, **kwargs: Any) -> None:
+    def gather_weights(self, keep: bool) -> dict[str, dict[str, Tensor]]:
+        """
+        The trained weights as a whole, network → name → tensor; every process calls it.
+
+        Args:
+            keep (`bool`):
+                Whether this process wants them; others get empty dicts. Those of DeepSpeed's third stage are the main
+                process's only.
+        """
         # Collective under FSDP and ZeRO-3, so every process comes here.
         engine = self.is_deepspeed_enabled and self.model_wrapped is not self.model  # that is, prepared
         self._reshard()
         state_dict = self.accelerator.get_state_dict(self.model_wrapped) if engine else None
         if engine and state_dict is None:
-            return  # ZeRO-3 gives the result to the main process only
-        weights = whole_weights(trained_weights(self.flow_model, state_dict), keep=self.args.should_save)
+            return {}
+        return whole_weights(trained_weights(self.flow_model, state_dict), keep=keep)
+
+    def _save_weights(self, folder: Path, **kwargs: Any) -> None:
+        weights = self.gather_weights(keep=self.args.should_save)
         if self.args.should_save:
             save_networks(self.flow_model, folder, weights, **kwargs)
 

@@ -224,10 +224,13 @@ class RolloutTrainer(SamplingTrainer):
         self._read_pictures(rollout, requests)
         scoring = self.new_scoring() if self.scores_rollouts else None
         merged = merged_adapters(self.flow_model) if self.args.merge_adapters else nullcontext()
+        self.engine.wake()
         with self.rollout_weights(), merged:
             self.sync_engine()
             with self.metrics.timed("rollout"):
                 trajectories = self._sample(requests, self.sampling_params(rollout), scoring)
+        self.engine.sleep()
+        self.note_engine()
         self.count_forwards(self.engine.forwards - before)
         advantages, rewards = self._share_of_advantages(rollout, scoring)
         units, advantages = self.select(advantages)

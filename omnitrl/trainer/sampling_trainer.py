@@ -18,10 +18,11 @@ from omnitrl.data import StreamedPrompts, load_prompts, naming
 from omnitrl.errors import InputError, RunError
 from omnitrl.models import Conditions, MediaSize
 from omnitrl.rewards import RewardRunner
-from omnitrl.rollout import ENGINES
+from omnitrl.rollout import EngineContext, RolloutEngine, make_engine
 from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
 from omnitrl.trainer.evaluation import evaluate_prompts
+from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.prompt_rows import check_equal_pictures, check_pictures, finite, numbered, size_of_row, sizes_of
 from omnitrl.trainer.scoring import Scoring
 
@@ -194,14 +195,22 @@ class SamplingTrainer(BaseTrainer):
         check_pictures(model, rows)
         return sizes_of(model, rows, size)
 
-    def _build_engine(self) -> Any:
-        return ENGINES[self.args.rollout_engine](
+    def _build_engine(self) -> RolloutEngine:
+        args = self.args
+        context = EngineContext(
             self.flow_model,
+            args,
             policy=self.current_policy,
-            batch_size=self.args.rollout_batch_size or self.args.per_device_train_batch_size,
+            batch_size=args.rollout_batch_size or args.per_device_train_batch_size,
             autocast=self.accelerator.autocast,
+            half=self.accelerator.mixed_precision != "no" or self.flow_model.dtype.itemsize < 4,
             on_step=self.interrupts.check,
+            weights=lambda: self.gather_weights(keep=args.process_index == 0 or args.vllm_mode == "colocate"),
+            gather=gather_list,
+            rank=args.process_index,
+            world_size=args.world_size,
         )
+        return make_engine(args.rollout_engine, context)
 
     def current_policy(self) -> nn.Module:
         """The policy's module; Accelerate may replace it when training begins."""
@@ -292,6 +301,11 @@ class SamplingTrainer(BaseTrainer):
             with self.metrics.timed("weight_sync"):
                 self.engine.update_weights(version).check()
             self._synced_version = version
+
+    def note_engine(self) -> None:
+        """Records what the engine has counted."""
+        for name, value in self.engine.take_metrics().items():
+            self.metrics.add(name, value)
 
     def new_scoring(self) -> Scoring:
         """A round of scoring; a round that was broken off is forgotten."""
@@ -411,8 +425,10 @@ class SamplingTrainer(BaseTrainer):
         self.progress.phase(metric_key_prefix)
         self._synced_version = None  # an engine of its own must not keep the averaged weights
         with self.metrics.timed("eval"), self.ema_weights():
+            self.engine.wake()
             self.engine.update_weights(self.state.global_step).check()
             metrics = self.evaluate_rows(dataset, metric_key_prefix)
+            self.engine.sleep()
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -9,13 +9,14 @@ import torch
 from omnitrl.algorithms import transition_mean, transition_std, transition_table
 from omnitrl.models import MediaSize
 from omnitrl.rollout import (
-    ENGINES,
+    EngineContext,
     LocalEngine,
     RolloutEngine,
     SampleNoise,
     SampleRequest,
     SamplingParams,
     WeightReport,
+    make_engine,
 )
 from tests.tiny_models import tiny_model
 
@@ -36,9 +37,10 @@ def model():
     return tiny_model()
 
 
-@pytest.mark.parametrize("engine", ENGINES.values())
-def test_engines_follow_the_protocol(model, engine):
-    made = engine(model, policy=None, batch_size=2)
+def test_the_engine_of_a_trainer_follows_the_protocol(model):
+    made = make_engine("local", EngineContext(model, batch_size=2))
+    assert type(made) is LocalEngine
+    assert made.batch_size == 2
     assert isinstance(made, RolloutEngine)
     assert not isinstance(model, RolloutEngine)
     made.health()
@@ -49,6 +51,7 @@ def test_engines_follow_the_protocol(model, engine):
     assert report.version == 7
     assert report.bound == report.expected == sum(1 for _ in model.networks.parameters())
     assert run(made, SamplingParams(2), count=1)[0].weight_version == 7
+    assert made.take_metrics() == {}
     made.close()
 
 

@@ -94,7 +94,7 @@ class VLLMOmniEngine:
             from omnitrl.rollout.vllm_omni.colocate import colocated
 
             return cls(context, [colocated(context)], brings_weights=True, sleeps=True)
-        transports = [HttpTransport(url) for url in args.vllm_server_base_url]
+        transports = [HttpTransport(url) for url in args.server_urls]
         return cls(context, transports, brings_weights=context.rank == 0, sleeps=False)
 
     @property
