@@ -11,6 +11,7 @@ from PIL import Image
 from omnitrl.media import Audio, Video
 
 from .contract import RewardError
+from .kinds import media_kind
 
 
 # A float image may overshoot [0, 1] a little where a decoder does. Beyond this it has another range, [-1, 1] or [0,
@@ -48,7 +49,7 @@ def to_pil(image: Any) -> Image.Image:
     """
     if isinstance(image, Image.Image):
         return image if image.mode == "RGB" else image.convert("RGB")
-    if is_video(image):
+    if media_kind(image) == "video":
         raise RewardError(
             f"expected an image, got {_described(image)}: this reward scores single images. For videos, pass "
             f"framewise(reward), which scores their frames."
@@ -100,15 +101,6 @@ def pictures(completions: Sequence[Any]) -> list[Image.Image]:
     return [_at(row, to_pil, completion) for row, completion in enumerate(completions)]
 
 
-def is_video(value: Any) -> bool:
-    """Whether it is a video: a [`~omnitrl.media.Video`], four axes of pixels, or a list of frames."""
-    if isinstance(value, Video):
-        return True
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return value.ndim == 4
-    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Image.Image)
-
-
 def video_frames(video: Any) -> np.ndarray:
     """
     Converts a video to its frames.
@@ -127,7 +119,7 @@ def video_frames(video: Any) -> np.ndarray:
     """
     if isinstance(video, Video):
         frames = video.frames
-    elif is_video(video):
+    elif media_kind(video) == "video":
         frames = np.stack([np.asarray(to_pil(frame)) for frame in video]) if len(video) else np.zeros((0, 0, 0, 3))
     else:
         raise RewardError(
@@ -192,7 +184,7 @@ def sizes(completions: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _size(value: Any) -> tuple[int, int]:
-    if is_video(value):
+    if media_kind(value) == "video":
         height, width = video_frames(value).shape[1:3]
         return height, width
     picture = to_pil(value)

@@ -17,7 +17,8 @@ from PIL import Image
 from omnitrl.errors import InputError
 
 from .frames import check_frames, frame_indices, reduced
-from .media import is_video, pictures, to_pil, video_frames
+from .kinds import media_kind
+from .media import pictures, to_pil, video_frames
 from .text import plain_text, quoted_text, text_score
 from .traits import RewardTraits, reward_traits
 
@@ -309,7 +310,10 @@ class OCRReward:
 
     def _read(self, completions: Sequence[Any]) -> list[list[str]]:
         """The text of each image, those of the chosen frames of each video."""
-        shown = [self._chosen(completion) if is_video(completion) else [completion] for completion in completions]
+        shown = [
+            self._chosen(completion) if media_kind(completion) == "video" else [completion]
+            for completion in completions
+        ]
         texts = iter(read_text([image for images in shown for image in images], self.detect, self.threads))
         return [[next(texts) for _ in images] for images in shown]
 

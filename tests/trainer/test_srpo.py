@@ -200,6 +200,25 @@ def test_it_follows_the_gradient_of_the_reward(tmp_path):
     assert change[-1] > 0.01
 
 
+def test_a_built_in_reward_is_trained_in_its_differentiable_form_and_evaluated_in_the_other(tmp_path):
+    run = srpo(
+        tmp_path,
+        rewards="brightness",
+        max_steps=10,
+        learning_rate=1e-2,
+        relative_margin=9.0,
+        num_samples_to_save=2,
+        **NO_WORDS,
+    )
+    pictures = []
+    run.report.record_evaluation = lambda record: pictures.extend(sample.image for sample in record.samples)
+    before = run.evaluate(PROMPTS[:2])["eval_rewards/brightness_reward/mean"]
+    expected = np.mean([np.asarray(picture.convert("L")) / 255 for picture in pictures])
+    assert before == pytest.approx(expected, abs=1e-6)
+    run.train()
+    assert run.evaluate(PROMPTS[:2])["eval_rewards/brightness_reward/mean"] > before + 0.01
+
+
 def test_the_control_shows_the_reward_other_prompts(tmp_path):
     run = srpo(tmp_path, shuffle_prompts=True, **NO_WORDS)
     buffer, batches = batches_of(run)
@@ -283,7 +302,7 @@ def list_reward(completions, **kwargs):
     ("reward", "message"),
     [
         (list_reward, "reward 'list_reward' returned a value of type list, which has no gradient: pass a reward that"),
-        ("brightness", "reward 'brightness_reward'"),
+        ("entropy", "reward 'entropy_reward' returned a value of type list, which has no gradient"),
         (lambda completions, **_: completions.detach().mean(dim=(1, 2, 3)), "has no gradient with respect to"),
         (
             lambda completions, **_: completions.mean(),
