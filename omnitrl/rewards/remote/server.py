@@ -23,7 +23,7 @@ from omnitrl.rewards.contract import RewardError, RewardFunc, RewardUnavailable
 from omnitrl.rewards.results import Answer
 
 from .service import RewardService, ServiceFull
-from .wire import Request, pack_answer, unpack_request
+from .wire import Request, checked_token, pack_answer, unpack_request
 
 
 logger = logging.getLogger("omnitrl.rewards.remote")
@@ -96,7 +96,7 @@ class _Routes:
         if max_body_bytes <= 0:
             raise InputError(f"max_body_bytes={max_body_bytes} must be more than 0, for example {2**30}.")
         self._service = service
-        self._token = token
+        self._token = None if token is None else checked_token(token)
         self._max_body_bytes = max_body_bytes
         self._info = dataclasses.asdict(service.info(max_body_bytes))
 
@@ -110,7 +110,7 @@ class _Routes:
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
 
     async def health(self, request: HTTPRequest) -> Response:
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "requests": self._service.inside})
 
     async def info(self, request: HTTPRequest) -> Response:
         response = self._refused(request) or JSONResponse(self._info)

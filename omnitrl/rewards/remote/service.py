@@ -59,6 +59,9 @@ class RewardService:
         device (`str`, *optional*):
             Where a reward that is a model is moved.
 
+    Attributes:
+        inside (`int`): requests that are being served or wait.
+
     Raises:
         `ValueError`: a number is out of its range, there is no such device, or the reward is called with whole groups
         and not with batches.
@@ -87,12 +90,12 @@ class RewardService:
             self._reward.move(device)
         if self._reward.traits.groupwise and batch_size is not None:
             raise InputError(f"the reward {self.name!r} is called with whole groups: leave batch_size out.")
-        self._batch_size = batch_size or self._reward.batch_size
+        self._batch_size = batch_size or self._reward.traits.batch_size
         self._timeout = timeout
         self._max_requests = max_requests
         self._lane = lane_of(self._reward, LoopThread(f"reward-{self.name}"), max_concurrency)
         self._workers = self._lane.capacity or max_concurrency
-        self._inside = 0
+        self.inside = 0
         self._waiting: deque[_Job] = deque()
         self._arrived = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,13 +132,13 @@ class RewardService:
         Raises:
             [`ServiceFull`]: there is none.
         """
-        if self._inside >= self._max_requests:
-            raise ServiceFull(f"{self._inside} requests are being served or wait, which is as many as may: ask again.")
-        self._inside += 1
+        if self.inside >= self._max_requests:
+            raise ServiceFull(f"{self.inside} requests are being served or wait, which is as many as may: ask again.")
+        self.inside += 1
         try:
             yield
         finally:
-            self._inside -= 1
+            self.inside -= 1
 
     async def score(self, request: Request) -> Answer:
         """

@@ -4,7 +4,7 @@ What goes between a trainer and a reward server.
 
 | route | body | answer |
 |---|---|---|
-| `GET /health` | | JSON `{"status": "ok"}` |
+| `GET /health` | | JSON `{"status": "ok", "requests": 3}`, the number of those that are being served or wait |
 | `GET /info` | | JSON, the fields of [`ServerInfo`] |
 | `POST /score` | a message of [`pack_request`] | a message of [`pack_answer`] |
 
@@ -100,6 +100,18 @@ class ServerInfo:
         known = {field.name for field in dataclasses.fields(RewardTraits)}
         fields = {key: value for key, value in self.traits.items() if key in known}
         return RewardTraits(**fields | {"media": tuple(fields.get("media", ()))})
+
+
+def checked_token(token: str) -> str:
+    """
+    A token, which goes into a header.
+
+    Raises:
+        `ValueError`: it has characters that a header cannot have.
+    """
+    if not (token.isascii() and token.isprintable() and token.strip() == token and token):
+        raise InputError("a token of a reward server is a word of ASCII characters, such as 'b7c41f'.")
+    return token
 
 
 def traits_to_send(traits: RewardTraits) -> dict[str, Any]:
