@@ -31,7 +31,7 @@ SECTION_OF = {
     BaseConfig: "Every trainer",
     RolloutConfig: "Rollouts",
     ReplayConfig: "Stochastic steps",
-    PolicyGradientConfig: "The KL to the reference",
+    PolicyGradientConfig: "The policy gradient",
     ClippedPolicyConfig: "The clip of the ratio",
     MatchingConfig: "Noise levels",
 }
@@ -149,6 +149,10 @@ def log_sharpness(prompts, completions, log_metric, **kwargs):
     return [None if prompt == "a sky" else score for prompt, score in zip(prompts, scores, strict=True)]
 
 
+# Options with which all of a policy gradient is logged.
+CORRECTED = {"old_log_probs": "recompute", "vllm_importance_sampling_correction": True}
+
+
 def run(name, folder):
     """Names of all metrics of a short run with every part that logs something, as the pages write them."""
     model = tiny_model()
@@ -170,6 +174,7 @@ def run(name, folder):
         eval_steps=1,
         eval_dataset=held_out,
         **({"beta": 0.01} if "beta" in defaults(CONFIGS[name]) else {}),
+        **(CORRECTED if issubclass(get_trainer(name), PolicyGradientTrainer) else {}),
     )
     trained.train()
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]

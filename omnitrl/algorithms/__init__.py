@@ -23,6 +23,7 @@ from omnitrl.algorithms.direct_align import (
     relative_preference,
     srpo_loss,
 )
+from omnitrl.algorithms.importance import IMPORTANCE_MODES, ImportanceWeights, check_importance, importance_weights
 from omnitrl.algorithms.losses import (
     KL_FORMS,
     PolicyLoss,
@@ -89,6 +90,7 @@ __all__ = [
     "BASELINES",
     "DEFAULT_NOISE_LEVEL",
     "DPO_FORMS",
+    "IMPORTANCE_MODES",
     "KL_FORMS",
     "LOG_PROB_FORMS",
     "LOG_PROB_REDUCTIONS",
@@ -103,6 +105,7 @@ __all__ = [
     "AlignLevels",
     "DPOLoss",
     "DivergencePolicyLoss",
+    "ImportanceWeights",
     "NFTLoss",
     "PolicyLoss",
     "PreferencePairs",
@@ -111,6 +114,7 @@ __all__ = [
     "TransitionTable",
     "awm_log_likelihood",
     "best_and_worst",
+    "check_importance",
     "clipped_policy_loss",
     "combine_rewards",
     "cps",
@@ -128,6 +132,7 @@ __all__ = [
     "group_std_mean",
     "guard_log_ratio",
     "guard_policy_loss",
+    "importance_weights",
     "make_sigma_table",
     "matching_error",
     "multimodal_log_prob",

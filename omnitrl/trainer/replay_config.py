@@ -12,11 +12,13 @@ import torch
 
 from omnitrl.algorithms import (
     DEFAULT_NOISE_LEVEL,
+    IMPORTANCE_MODES,
     KL_FORMS,
     LOG_PROB_FORMS,
     LOG_PROB_REDUCTIONS,
     SDE_TYPES,
     WINDOW_STRATEGIES,
+    check_importance,
     sde_window,
     trained_steps,
     transition_table,
@@ -245,9 +247,49 @@ class PolicyGradientConfig(ReplayConfig):
         },
     )
 
+    # Samples that an engine of its own has drawn
+    old_log_probs: str = field(
+        default="auto",
+        metadata={
+            "help": "'recompute' the old log-probs with the trainer's networks, one more network call for each "
+            "trained step, or take the 'engine''s; 'auto' recomputes what a server has sampled."
+        },
+    )
+    logp_diff_bound: float = field(
+        default=1e-3,
+        metadata={
+            "help": "Mean difference between the log-probs of the engine and the trainer's, from which on a warning "
+            "says what may be wrong."
+        },
+    )
+    vllm_importance_sampling_correction: bool = field(
+        default=False,
+        metadata={"help": "Weight the loss of a step by the ratio of the trainer's probability to the engine's."},
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="sequence_mask",
+        metadata={
+            "help": "Ratio of a 'step_' or of all steps of a sample ('sequence_'), '…truncate' to clamp and '…mask' "
+            "to drop what is out of bounds."
+        },
+    )
+    vllm_importance_sampling_clip_max: float | None = field(
+        default=3.0, metadata={"help": "Upper bound of the importance ratio, None for none."}
+    )
+    vllm_importance_sampling_clip_min: float | None = field(
+        default=None, metadata={"help": "Lower bound of the importance ratio, None for none."}
+    )
+
+    @property
+    def recomputes_log_probs(self) -> bool:
+        """Whether old log-probs are the trainer's own, made after the rollout."""
+        return self.old_log_probs == "recompute" or (self.old_log_probs == "auto" and self.rollout_engine != "local")
+
     def _check_choices(self) -> None:
         super()._check_choices()
         check_choice("kl_form", self.kl_form, KL_FORMS)
+        check_choice("old_log_probs", self.old_log_probs, ("auto", "recompute", "engine"))
+        check_choice("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, IMPORTANCE_MODES)
 
     def _check_ranges(self) -> None:
         super()._check_ranges()
@@ -255,6 +297,24 @@ class PolicyGradientConfig(ReplayConfig):
             raise InputError(f"beta={self.beta} must not be negative: use 0 for no KL.")
         if self.beta:
             check_density(self, "kl_form", self.kl_form)
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        check_positive(self, "1e-3", "logp_diff_bound")
+        try:
+            check_importance(
+                self.vllm_importance_sampling_mode,
+                self.vllm_importance_sampling_clip_max,
+                self.vllm_importance_sampling_clip_min,
+            )
+        except ValueError as error:
+            raise InputError(f"vllm_importance_sampling_{error}") from None
+        if self.vllm_importance_sampling_correction and not self.recomputes_log_probs:
+            raise InputError(
+                f"vllm_importance_sampling_correction=True compares the engine's log-probs with the trainer's, which "
+                f"old_log_probs={self.old_log_probs!r} with rollout_engine={self.rollout_engine!r} does not compute: "
+                "use old_log_probs='recompute'."
+            )
 
 
 @dataclass

@@ -19,6 +19,7 @@ from omnitrl.algorithms import (
     TransitionTable,
     clipped_policy_loss,
     gaussian_log_prob,
+    importance_weights,
     reference_kl,
     thin_tail,
     transition_mean,
@@ -32,7 +33,7 @@ from omnitrl.trainer.adapters import ReferencePolicy
 from omnitrl.trainer.networks import check_trained_steps
 from omnitrl.trainer.replay_config import ClippedPolicyConfig, PolicyGradientConfig, ReplayConfig
 from omnitrl.trainer.rollout_trainer import RolloutTrainer
-from omnitrl.trainer.rollouts import ReplayBatch, ReplayBatches, RolloutBuffer
+from omnitrl.trainer.rollouts import IMPORTANCE_WEIGHTS, ReplayBatch, ReplayBatches, RolloutBuffer
 
 
 logger = logging.getLogger(__name__)
@@ -137,9 +138,14 @@ class ReplayTrainer(RolloutTrainer):
         if self.guidance_scale_train != self.guidance_scale:
             self._recompute_log_probs(buffer)
 
+    @property
+    def compares_with_engine(self) -> bool:
+        """Whether the engine's log-probs were compared with the trainer's before the first update."""
+        return False
+
     @torch.no_grad()
     def _recompute_log_probs(self, buffer: RolloutBuffer) -> None:
-        """Old log-probs (and means) under the guidance that is trained, where it differs from the rollout's."""
+        """Old log-probs (and means) of the trainer's networks, under the guidance that is trained."""
         policy, size = self.current_policy(), self.args.per_device_train_batch_size
         trained = sorted({i for unit in buffer.units for i in unit})
         for start in range(0, len(trained), size):
@@ -223,8 +229,9 @@ class ReplayTrainer(RolloutTrainer):
         self.metrics.add("ratio/mean", log_ratio.exp())
         self.metrics.add("ratio/approx_kl", 0.5 * log_ratio.square())
         if self.updates_since_rollout == 0:  # nothing has changed yet: any difference is one of implementation
-            self.metrics.add("rollout/logp_abs_diff_mean", log_ratio.abs())
-            self.metrics.add("rollout/logp_abs_diff_max", log_ratio.abs())
+            if not self.compares_with_engine:
+                self.metrics.add("rollout/logp_abs_diff_mean", log_ratio.abs())
+                self.metrics.add("rollout/logp_abs_diff_max", log_ratio.abs())
         elif self.is_last_update and len(log_ratio) > 1:
             elements = self._counted_elements(buffer) if self.args.log_prob_reduction == "mean" else 1
             self.metrics.add("ratio/sum_log_std", log_ratio.std() * elements)
@@ -245,8 +252,62 @@ class PolicyGradientTrainer(ReplayTrainer):
 
     args: PolicyGradientConfig
 
+    def _check_model(self) -> None:
+        super()._check_model()
+        if self.args.vllm_importance_sampling_correction and not self.compares_with_engine:
+            raise InputError(
+                f"vllm_importance_sampling_correction=True compares the policy that is trained with the engine's, but "
+                f"guidance_scale_train={self.guidance_scale_train} makes it another policy than that of the rollouts, "
+                f"guided by {self.guidance_scale}: leave guidance_scale_train out."
+            )
+
     def _set_up_algorithm(self) -> None:
         self.reference = ReferencePolicy(self.flow_model) if self.args.beta else None
+
+    @property
+    def compares_with_engine(self) -> bool:
+        return self.args.recomputes_log_probs and self.guidance_scale_train == self.guidance_scale
+
+    def prepare(self, buffer: RolloutBuffer) -> None:
+        if not self.compares_with_engine:
+            super().prepare(buffer)
+            return
+        drawn = torch.stack([trajectory.log_probs for trajectory in buffer.trajectories])
+        self._recompute_log_probs(buffer)
+        self._compare_with_engine(buffer, drawn)
+
+    def _compare_with_engine(self, buffer: RolloutBuffer, drawn: Tensor) -> None:
+        """
+        Logs how far the engine's log-probs (N, K) are from the trainer's, warns, and weighs samples where asked to.
+
+        Only samples that are trained have log-probs of the trainer; those of the others are the engine's still.
+        """
+        args, trained = self.args, sorted({i for unit in buffer.units for i in unit})
+        mine = torch.stack([trajectory.log_probs for trajectory in buffer.trajectories])
+        distance = (mine - drawn)[trained].abs()
+        self.metrics.add("rollout/logp_abs_diff_mean", distance)
+        self.metrics.add("rollout/logp_abs_diff_max", distance)
+        if float(distance.mean()) > args.logp_diff_bound:
+            logger.warning(
+                "The log-probs of the engine differ from the trainer's by %.2g in the mean, more than logp_diff_bound="
+                "%g: its samples come from another policy than the one that is trained. Look at the precision and "
+                "quantisation that it was started with, at guidance and max_sequence_length, and at whether it has "
+                "the new weights; if that is as you want it, set vllm_importance_sampling_correction=True.",
+                float(distance.mean()),
+                args.logp_diff_bound,
+            )
+        if args.vllm_importance_sampling_correction:
+            weights, bounded = importance_weights(
+                mine,
+                drawn,
+                args.vllm_importance_sampling_mode,
+                args.vllm_importance_sampling_clip_max,
+                args.vllm_importance_sampling_clip_min,
+            )
+            self.metrics.add("rollout/importance_weight_mean", weights[trained])
+            self.metrics.add("rollout/importance_weight_max", weights[trained])
+            self.metrics.add("rollout/importance_bounded", bounded[trained].float())
+            buffer.extras[IMPORTANCE_WEIGHTS] = weights
 
     @abstractmethod
     def policy_loss(self, replayed: Replayed, batch: ReplayBatch, buffer: RolloutBuffer) -> Tensor:
@@ -258,6 +319,8 @@ class PolicyGradientTrainer(ReplayTrainer):
         replayed = self.replay(model, batch, source)
         self.log_ratio(replayed.log_probs - batch.old_log_probs, source)
         loss = self.policy_loss(replayed, batch, source)
+        if batch.importance_weights is not None:
+            loss = loss * batch.importance_weights
         if reference_velocity is None:
             return loss
         kl = self.divergence(self.args.kl_form, replayed, reference_velocity, batch, source)

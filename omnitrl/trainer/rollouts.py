@@ -17,6 +17,9 @@ from omnitrl.models import Conditions, MediaSize
 from omnitrl.rollout import SampleRequest, Trajectory, stable_seed
 
 
+IMPORTANCE_WEIGHTS = "importance_weights"
+"""Name among the extras of a rollout of the weights (N, K) of its steps."""
+
 Units = list[tuple[int, ...]]
 """Sample numbers that are trained together: one sample each, or the two of a pair."""
 
@@ -108,6 +111,8 @@ class ReplayBatch:
             R numbers of the samples in the rollout.
         old_means (`Tensor`, *optional*):
             (R, ...) mean of the step when it was drawn, for trainers that keep it.
+        importance_weights (`Tensor`, *optional*):
+            (R,) factor of each row's loss, where the samples are corrected for the engine that drew them.
     """
 
     latents: Tensor
@@ -119,6 +124,7 @@ class ReplayBatch:
     conditions: Conditions
     samples: list[int]
     old_means: Tensor | None = None
+    importance_weights: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -253,6 +259,7 @@ class ReplayBatches(Sequence[ReplayBatch]):
     def __getitem__(self, index: int) -> ReplayBatch:  # type: ignore[override]
         trajectories, samples = self._buffer.trajectories, self._samples
         chosen = [(trajectories[i], k) for k in self._columns[index] for i in samples]
+        weights = self._buffer.extras.get(IMPORTANCE_WEIGHTS)
         rows = samples * len(self._columns[index])
         device = trajectories[0].latents.device
         steps = torch.tensor([t.steps[k] for t, k in chosen], device=device)
@@ -267,4 +274,5 @@ class ReplayBatches(Sequence[ReplayBatch]):
             conditions=self._buffer.conditions_of(rows),
             samples=rows,
             old_means=None if means is None else torch.stack(means),
+            importance_weights=None if weights is None else weights[samples][:, self._columns[index]].T.flatten(),
         )
