@@ -19,6 +19,7 @@ from omnitrl.version import __version__
 COMMANDS = {
     "quickstart": ("omnitrl.cli.quickstart", "train a small model that ships with the package to spell, on a CPU"),
     "serve-reward": ("omnitrl.cli.serve_reward", "put a reward behind HTTP, for trainers on other machines"),
+    "vllm-serve": ("omnitrl.cli.vllm_serve", "serve a model with vLLM-Omni, for trainers that want rollouts of it"),
     "env": ("omnitrl.cli.env", "print versions and devices, for bug reports"),
 }
 

@@ -8,8 +8,12 @@ from tests.tiny.checkpoint import Tiny, quiet
 from tests.tiny.parts import WIDTH, clip_encoder, clip_tokenizer, kl_vae, liven, t5_encoder, t5_tokenizer
 
 
-def tiny_sd3(shift=3.0, without=(), dual_attention=True, dynamic=False):
-    """A `StableDiffusion3Pipeline` of 64 × 64 pixels; `without` names absent text encoders (1, 2, 3)."""
+def tiny_sd3(shift=3.0, without=(), dual_attention=True, dynamic=False, factor=4, positions=16):
+    """
+    A `StableDiffusion3Pipeline` of 64 × 64 pixels; `without` names absent text encoders (1, 2, 3).
+
+    With another `factor` of the VAE the pictures are larger; `positions` is how many tokens a side may have.
+    """
     torch.manual_seed(0)
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     transformer = SD3Transformer2DModel(
@@ -23,7 +27,7 @@ def tiny_sd3(shift=3.0, without=(), dual_attention=True, dynamic=False):
         joint_attention_dim=2 * WIDTH,
         caption_projection_dim=32,
         pooled_projection_dim=2 * WIDTH,
-        pos_embed_max_size=16,
+        pos_embed_max_size=positions,
         qk_norm="rms_norm",
         dual_attention_layers=(0,) if dual_attention else (),
     )
@@ -35,7 +39,7 @@ def tiny_sd3(shift=3.0, without=(), dual_attention=True, dynamic=False):
         StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=scheduler,
-            vae=kl_vae(),
+            vae=kl_vae(factor=factor),
             text_encoder=encoders[1][0],
             tokenizer=encoders[1][1],
             text_encoder_2=encoders[2][0],

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+What takes weights in the workers of a server. Its methods are called by name, in all workers.
+
+Adapters come as tensors and are bound without a file. vLLM-Omni has no public way for that, so this uses what its
+manager of adapters does after it has read a file (0.30). Whole networks go through the native `load_weights`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.utils import replace_submodule
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+
+
+UNUSABLE = -2
+"""Weight version of a server some of whose weights are new and some old."""
+
+# Ends of names in diffusers, and what native networks call them where they differ.
+_OTHER_NAMES = ((".to_out.0", ".to_out"), (".ffn.net.0.", ".ffn.net_0."), (".ffn.net.2", ".ffn.net_2"))
+
+
+class RolloutExtension(CustomPipelineWorkerExtension):
+    """Methods that `collective_rpc` calls in each worker of a server that makes rollouts."""
+
+    model_runner: Any
+    lora_manager: Any
+    od_config: Any
+    _adapter = 0  # number of the adapter that is bound, 0 for none
+    _arriving: dict[str, Any] | None = None
+
+    # What is there
+
+    def rollout_facts(self) -> dict[str, Any]:
+        """What the calls need to know of the pipeline and of the settings of the server."""
+        pipeline, config = self.model_runner.pipeline, self.od_config
+        frame_rate = pipeline.family.frame_rate
+        factor = getattr(pipeline, "vae_scale_factor_spatial", None) or pipeline.vae_scale_factor
+        vae = pipeline.vae.config
+        return {
+            "model": str(config.model),
+            "pipeline_class": type(pipeline).__name__,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "batching": "step" if config.step_execution else "request" if config.max_num_seqs > 1 else "serial",
+            "max_num_seqs": int(config.max_num_seqs),
+            "cache_backend": config.cache_backend or "none",
+            "quantization": _method(config.quantization_config),
+            "channels": int(getattr(vae, "latent_channels", None) or vae.z_dim),
+            "factor": int(factor),
+            "frames_factor": int(pipeline.vae_scale_factor_temporal) if frame_rate else None,
+            "frame_rate": frame_rate(pipeline) if frame_rate else None,
+            "embeds_guidance": bool(getattr(pipeline.transformer, "guidance_embeds", False)),
+            **self.rollout_state(),
+        }
+
+    def rollout_state(self) -> dict[str, Any]:
+        """Which weights it has."""
+        return {"weight_version": self.model_runner.pipeline.weight_version, "adapter": self._adapter}
+
+    def rollout_digest(self) -> str:
+        """A digest of the weights of the networks, without adapters."""
+        digest = hashlib.blake2b(digest_size=16)
+        pipeline = self.model_runner.pipeline
+        for network in self._networks():
+            for name, parameter in sorted(getattr(pipeline, network).named_parameters()):
+                digest.update(f"{network}.{name}".replace(".base_layer", "").encode())
+                digest.update(parameter.detach().float().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def _networks(self) -> list[str]:
+        pipeline = self.model_runner.pipeline
+        names = ("transformer", "transformer_2")
+        return [name for name in names if isinstance(getattr(pipeline, name, None), torch.nn.Module)]
+
+    # Adapters
+
+    @torch.no_grad()
+    def rollout_adapter(self, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """
+        Binds an adapter and removes the one before; a report, and nothing else if a module has no place.
+
+        Each adapter has a number that no other had: vLLM-Omni takes one that it has seen for the same adapter.
+        """
+        manager, expected = self.lora_manager, list(head["expected"])
+        places = self._places()
+        native = {name: _place(name, places) for name in expected}
+        whole = {name for name in expected if _A(name) in tensors and _B(name) in tensors}
+        missing = [name for name in expected if native[name] is None or name not in whole]
+        if not missing:
+            loras = {}
+            for name, place in native.items():
+                a, b = tensors[_A(name)], tensors[_B(name)]
+                scaled = b.float() * _scaling(head["config"], name, a.shape[0])
+                a, scaled = (part.to(manager.dtype).contiguous() for part in (a, scaled))
+                loras[place] = LoRALayerWeights(place, a.shape[0], a.shape[0], a, scaled, scaling=1)
+            self._bind(loras)
+            self.model_runner.pipeline.weight_version = head["version"]
+        return _report(head["version"], expected, missing) | self.rollout_state()
+
+    def _bind(self, loras: dict[Any, LoRALayerWeights]) -> None:
+        """Makes these the adapter that is used; the old one stays if that fails."""
+        manager, number = self.lora_manager, self._adapter + 1
+        rank = max(lora.rank for lora in loras.values())
+        pattern = f"^(?:{'|'.join(re.escape(name) for name in loras)})$"
+        manager._replace_layers_with_lora(SimpleNamespace(r=rank, target_modules=pattern))
+        manager._registered_adapters[number] = LoRAModel(number, rank, loras)
+        manager._touch_adapter_info(number)
+        try:
+            manager._activate_adapter(number, 1.0)
+        except Exception:
+            manager.remove_adapter(number)
+            raise
+        manager.remove_adapter(self._adapter)
+        self._adapter = number
+
+    def _places(self) -> set[str]:
+        """Names of the modules that may take an adapter, those that native networks have fused included."""
+        pipeline, fused = self.model_runner.pipeline, self.lora_manager._packed_modules_mapping
+        places = set()
+        for network in self._networks():
+            for name, _ in getattr(pipeline, network).named_modules():
+                parent, _, leaf = f"{network}.{name}".rpartition(".")
+                places |= {f"{network}.{name}", *(f"{parent}.{part}" for part in fused.get(leaf, ()))}
+        return places
+
+    def _unbind(self) -> None:
+        """Takes the layers of adapters out, under whose names whole networks could not be loaded."""
+        manager = self.lora_manager
+        manager.remove_adapter(self._adapter)
+        for name, layer in manager._lora_modules.items():
+            network, _, module = name.partition(".")
+            replace_submodule(getattr(self.model_runner.pipeline, network), module, layer.base_layer)
+        manager._lora_modules.clear()
+        manager._max_lora_rank = 0
+
+    # Whole networks
+
+    @torch.no_grad()
+    def rollout_weights(self, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """
+        Loads one bucket of whole networks; a report after the last one, `{}` before.
+
+        From the first bucket on the weights are of no version, until all of them are there.
+        """
+        version, index, count = (head[key] for key in ("version", "index", "count"))
+        pipeline = self.model_runner.pipeline
+        if index == 0:
+            pipeline.weight_version = UNUSABLE
+            self._unbind()
+            self._arriving = {"version": version, "next": 0, "sent": set(), "loaded": set()}
+        arriving = self._arriving
+        if arriving is None or (arriving["version"], arriving["next"]) != (version, index):
+            self._arriving = None
+            raise ValueError(f"Bucket {index} of the weights {version} does not follow on what came before it.")
+        arriving["next"] += 1
+        arriving["sent"] |= tensors.keys()
+        try:
+            arriving["loaded"] |= pipeline.load_weights(tensors.items())
+        except Exception:
+            self._arriving = None
+            raise
+        if arriving["next"] < count:
+            return {}
+        self._arriving = None
+        expected, missing = self._unfilled(arriving["sent"], arriving["loaded"])
+        if not missing:
+            pipeline.weight_version = version
+        return _report(version, expected, missing) | self.rollout_state()
+
+    def _unfilled(self, sent: set[str], loaded: set[str]) -> tuple[list[str], list[str]]:
+        """Native names of the parameters of the networks that were sent, and those that got no or not all values."""
+        networks = {name.partition(".")[0] for name in sent}
+        pipeline = self.model_runner.pipeline
+        expected = [
+            f"{network}.{name}"
+            for network in self._networks()
+            if network in networks
+            for name, _ in getattr(pipeline, network).named_parameters()
+        ]
+        missing = [name for name in expected if name not in loaded]
+        for name in set(expected) - set(missing):
+            module, _, kind = name.rpartition(".")
+            parent, _, leaf = module.rpartition(".")
+            parts = self.lora_manager._packed_modules_mapping.get(leaf, ())
+            if f"{module}.{kind}" not in sent:
+                missing += [f"{parent}.{p}.{kind}" for p in parts if f"{parent}.{p}.{kind}" not in sent]
+        return expected, sorted(missing)
+
+
+def _A(module: str) -> str:
+    return f"{module}.lora_A.weight"
+
+
+def _B(module: str) -> str:
+    return f"{module}.lora_B.weight"
+
+
+def _place(name: str, places: Iterable[str]) -> str | None:
+    """What a native network calls a module."""
+    candidates = [name]
+    for ours, theirs in _OTHER_NAMES:
+        candidates += [name.replace(ours, theirs)]
+    return next((candidate for candidate in candidates if candidate in places), None)
+
+
+def _scaling(config: Mapping[str, Any], name: str, rank: int) -> float:
+    """What PEFT multiplies the update of a module by."""
+    from peft.utils.other import get_pattern_key
+
+    patterns = config.get("alpha_pattern") or {}
+    key = get_pattern_key(list(patterns), name.partition(".")[2])
+    alpha = float(patterns.get(key, config["lora_alpha"]))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _report(version: int, expected: list[str], missing: list[str]) -> dict[str, Any]:
+    return {
+        "version": version,
+        "bound": len(expected) - len(missing),
+        "expected": len(expected),
+        "missing": missing[:20],
+    }
+
+
+def _method(quantization: Any) -> str | None:
+    """Name of a quantization method."""
+    if quantization is None:
+        return None
+    name = getattr(quantization, "get_name", None)
+    return str(name()) if callable(name) else str(quantization)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between the model families that a server makes rollouts with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from omnitrl.errors import InputError
+from omnitrl.models.patches import packed, unpacked
+from omnitrl.rollout.vllm_omni.wire import WireRequest
+
+
+_MODELS = "vllm_omni.diffusion.models"
+BATCHINGS = ("serial", "request", "step")
+
+
+def _guided(request: WireRequest, embeds_guidance: bool) -> dict[str, Any]:
+    """Guidance as most native pipelines take it; of 1 and less there is none."""
+    return {"guidance_scale": request.params.guidance_scale}
+
+
+def _guided_apart(request: WireRequest, embeds_guidance: bool) -> dict[str, Any]:
+    """`guidance_scale` for what a network embeds, `true_cfg_scale` for classifier-free guidance."""
+    guidance = request.params.guidance_scale
+    if embeds_guidance:
+        return {"guidance_scale": guidance, "true_cfg_scale": 1.0}
+    return {"guidance_scale": 1.0, "true_cfg_scale": max(guidance, 1.0)}
+
+
+def _guided_twice(request: WireRequest, embeds_guidance: bool) -> dict[str, Any]:
+    """The guidance of each of two networks."""
+    first, second = request.params.guidance_scale, request.guidance_scale_2
+    second = first if second is None or first <= 1 else second
+    return {"guidance_scale": first, "guidance_scale_2": second}
+
+
+def _like_diffusers_wan(pipeline: Any) -> None:
+    """The boundary of the two networks as the checkpoint has it, and prompts that are cleaned as diffusers does."""
+    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+    pipeline._prompt_clean = prompt_clean
+    if pipeline.boundary_ratio is None:
+        pipeline.boundary_ratio = model_index(pipeline.od_config.model).get("boundary_ratio")
+
+
+def _nothing(pipeline: Any) -> None:
+    return None
+
+
+def _frame_rate_of_wan(pipeline: Any) -> float:
+    return 24.0 if pipeline.expand_timesteps else 16.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    How a native pipeline is called to make what the trainer's model makes.
+
+    Args:
+        native (`str`):
+            Module and class of the native pipeline.
+        batchings (`tuple[str, ...]`):
+            Ways of [`BATCHINGS`] in which it makes several samples at the same time, the best one first.
+        guidance (`Callable`):
+            From a request, and whether the network embeds guidance, to native sampling parameters.
+        packs (`bool`):
+            Whether the network sees latents as tokens of 2 × 2.
+        exact_timesteps (`bool`):
+            Whether the trainer's network gets timesteps in float32, which the native pipeline rounds.
+        adjust (`Callable`):
+            Brings what is left of a loaded native pipeline in line with the stock one.
+        frame_rate (`Callable`, *optional*):
+            Frames per second of the videos of a pipeline; `None` for pictures.
+    """
+
+    native: str
+    batchings: tuple[str, ...]
+    guidance: Callable[[WireRequest, bool], dict[str, Any]] = _guided
+    packs: bool = False
+    exact_timesteps: bool = False
+    adjust: Callable[[Any], None] = _nothing
+    frame_rate: Callable[[Any], float] | None = None
+
+    def to_native(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, H, W) as the native pipeline has them."""
+        return packed(latents) if self.packs else latents
+
+    def from_native(self, latents: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The opposite, for samples of `shape`."""
+        return unpacked(latents, shape[-2] // 2, shape[-1] // 2) if self.packs else latents
+
+
+# Class of the diffusers pipeline -> what a server knows of it.
+FAMILIES: dict[str, Family] = {
+    "StableDiffusion3Pipeline": Family(
+        f"{_MODELS}.sd3.pipeline_sd3.StableDiffusion3Pipeline", ("request", "serial"), exact_timesteps=True
+    ),
+    "QwenImagePipeline": Family(
+        f"{_MODELS}.qwen_image.pipeline_qwen_image.QwenImagePipeline",
+        ("step", "request", "serial"),
+        guidance=_guided_apart,
+        packs=True,
+    ),
+    "FluxPipeline": Family(
+        f"{_MODELS}.flux.pipeline_flux.FluxPipeline", ("request", "serial"), guidance=_guided_apart, packs=True
+    ),
+    "WanPipeline": Family(
+        f"{_MODELS}.wan2_2.pipeline_wan2_2.Wan22Pipeline",
+        ("request", "serial"),
+        guidance=_guided_twice,
+        adjust=_like_diffusers_wan,
+        frame_rate=_frame_rate_of_wan,
+    ),
+}
+
+
+def family_of_server(pipeline_class: str) -> Family:
+    """
+    The family of a diffusers pipeline.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: servers make no rollouts with it.
+    """
+    if pipeline_class not in FAMILIES:
+        raise InputError(
+            f"vLLM-Omni servers make no rollouts with {pipeline_class}; they do with {', '.join(FAMILIES)}: serve one "
+            "of these, or train with rollout_engine='local'."
+        )
+    return FAMILIES[pipeline_class]
+
+
+def model_index(model: str) -> dict[str, Any]:
+    """
+    The `model_index.json` of a checkpoint, a folder or a name on the Hub.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: it has none.
+    """
+    path = Path(model) / "model_index.json"
+    if not Path(model).is_dir():
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(model, "model_index.json"))
+        except Exception as error:  # whatever the Hub says, and there are many kinds of it
+            raise InputError(
+                f"{model!r} is neither a folder nor a diffusers pipeline on the Hub ({_first_line(error)}): give one "
+                "that has a model_index.json."
+            ) from error
+    if not path.is_file():
+        raise InputError(
+            f"{model!r} has no model_index.json: give the folder of a diffusers pipeline, that its save_pretrained "
+            "makes."
+        )
+    return json.loads(path.read_text("utf-8"))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
