@@ -176,12 +176,12 @@ class Reward:
         if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
             raise RewardError(
                 f"reward {self.name!r} returned {_kind(returned)} for {count} rows, expected a list of {count} "
-                f"numbers (or None), for example {[0.5] * min(count, 2)}{_of_prompts(prompts)}."
+                f"numbers (or None), for example {[0.5] * min(count, 2)}.{_of_prompts(prompts)}"
             )
         if len(items) != count:
             raise RewardError(
-                f"reward {self.name!r} returned {len(items)} values for {count} rows{_of_prompts(prompts)}: it must "
-                f"return one value per row, and None where it does not apply."
+                f"reward {self.name!r} returned {len(items)} values for {count} rows: it must return one value per "
+                f"row, and None where it does not apply.{_of_prompts(prompts)}"
             )
         where = prompts if len(prompts) == count else [None] * count
         return [self._number(item, row, prompt) for row, (item, prompt) in enumerate(zip(items, where, strict=True))]
@@ -194,9 +194,8 @@ class Reward:
         if isinstance(item, (numbers.Real, np.bool_)):
             return float(item)
         raise RewardError(
-            f"reward {self.name!r} returned {_kind(item)} for row {row} ({item!r:.80})"
-            f"{_of_prompts([] if prompt is None else [prompt])}: every value must be a number or None, for example "
-            f"0.5."
+            f"reward {self.name!r} returned {_kind(item)} for row {row} ({item!r:.80}): every value must be a number "
+            f"or None, for example 0.5.{_of_prompts([] if prompt is None else [prompt])}"
         )
 
 
@@ -259,8 +258,8 @@ def _parameters(function: RewardFunc, name: str) -> tuple[frozenset[str] | None,
 
 
 def _of_prompts(prompts: Sequence[str]) -> str:
-    """Of which prompts something is said: `", with the prompt 'a cat'"`, or nothing where they are not known."""
-    return f", with the {quoted_prompts(prompts)}" if prompts else ""
+    """Of which prompts something is said, as a sentence, or nothing where they are not known."""
+    return f" That was for the {quoted_prompts(prompts)}." if prompts else ""
 
 
 def quoted_prompts(prompts: Sequence[str]) -> str:

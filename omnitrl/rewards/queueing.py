@@ -245,7 +245,7 @@ class RewardQueue:
     def _admit(self, job: Job, entries: Sequence[Entry]) -> None:
         if self.reward.traits.groupwise:
             self._add_to_groups(job)
-        elif self.reward.batch_size is not None:
+        elif self.reward.traits.batch_size is not None:
             self._pending.extend([entry] for entry in entries)
         elif entries:
             self._pending.append(list(entries))
@@ -284,7 +284,7 @@ class RewardQueue:
             call.task = asyncio.get_running_loop().create_task(self._serve(call))
 
     def _next_entries(self) -> list[Entry]:
-        entries, most = list(self._pending.popleft()), self.reward.batch_size
+        entries, most = list(self._pending.popleft()), self.reward.traits.batch_size
         while most is not None and self._pending and len(entries) < most:
             entries += self._pending.popleft()
         return entries

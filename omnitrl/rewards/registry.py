@@ -13,13 +13,19 @@ from .contract import RewardFunc
 
 
 BUILTIN_REWARDS = {
+    "aesthetic": "omnitrl.rewards.learned.aesthetic:aesthetic_reward",
     "aspect_ratio": "omnitrl.rewards.rules:AspectRatioReward",
     "brightness": "omnitrl.rewards.image:brightness_reward",
+    "clap": "omnitrl.rewards.learned.clap:clap_reward",
+    "clip": "omnitrl.rewards.learned.clip:clip_reward",
     "colourfulness": "omnitrl.rewards.image:colourfulness_reward",
     "contrast": "omnitrl.rewards.image:contrast_reward",
     "duration": "omnitrl.rewards.audio:DurationReward",
     "entropy": "omnitrl.rewards.image:entropy_reward",
     "flicker": "omnitrl.rewards.video:flicker_reward",
+    "hpsv2": "omnitrl.rewards.learned.hps:hpsv2_reward",
+    "hpsv3": "omnitrl.rewards.learned.hpsv3:hpsv3_reward",
+    "imagereward": "omnitrl.rewards.learned.image_reward:imagereward_reward",
     "jpeg_compressibility": "omnitrl.rewards.image:jpeg_compressibility_reward",
     "jpeg_incompressibility": "omnitrl.rewards.image:jpeg_incompressibility_reward",
     "judge_ocr": "omnitrl.rewards.judge.builtin:judge_ocr",
@@ -33,6 +39,7 @@ BUILTIN_REWARDS = {
     "moving": "omnitrl.rewards.video:MovingReward",
     "ocr": "omnitrl.rewards.ocr:ocr_reward",
     "ocr_exact": "omnitrl.rewards.ocr:ocr_exact_reward",
+    "pickscore": "omnitrl.rewards.learned.clip:pickscore_reward",
     "saturation": "omnitrl.rewards.image:saturation_reward",
     "sharpness": "omnitrl.rewards.image:sharpness_reward",
     "silence": "omnitrl.rewards.audio:SilenceReward",

@@ -259,7 +259,9 @@ class RewardRunner:
                 f"got {tuple(rewards.shape)}."
             )
         counts = ~torch.tensor(self.watched, device=rewards.device)
-        factors = torch.tensor(self.weights if weights is None else weights, dtype=rewards.dtype, device=rewards.device)
+        factors = torch.tensor(
+            self.weights if weights is None else weights, dtype=rewards.dtype, device=rewards.device
+        )
         counted = rewards[:, counts]  # (N, F')
         total = (counted * factors[counts]).nansum(dim=1)
         return total.masked_fill(counted.isnan().all(dim=1), math.nan)

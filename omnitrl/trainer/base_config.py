@@ -65,6 +65,10 @@ class BaseConfig(TrainingArguments):
         "guidance_scale_train": 0,
         "guidance_scale_2": 0,
         "num_samples_to_save": 0,
+        "reward_max_wait": 0,
+        "reward_max_pending": 1,
+        "reward_cache_size": 0,
+        "reward_num_processes": 1,
         "seed": 0,
     }
 
@@ -166,6 +170,25 @@ class BaseConfig(TrainingArguments):
     reward_max_failed_fraction: float = field(
         default=0.5, metadata={"help": "Share of failed scores in a rollout that stops the run."}
     )
+    reward_max_wait: float = field(
+        default=0.0,
+        metadata={"help": "Seconds to wait for a reward whose service is away; 0 for the retries only."},
+    )
+    reward_max_pending: int | None = field(
+        default=256,
+        metadata={"help": "Samples of a process that may wait for a reward before rollouts wait; None for no bound."},
+    )
+    reward_cache_size: int = field(
+        default=0,
+        metadata={"help": "Values of deterministic rewards that are kept for equal media and columns; 0 for none."},
+    )
+    reward_num_processes: int = field(
+        default=1, metadata={"help": "Processes of each reward that asks to be called in processes of its own."}
+    )
+    reward_device: str | None = field(
+        default=None,
+        metadata={"help": "Device that rewards which are models are moved to; they stay where they are by default."},
+    )
 
     # Averages, evaluation, report
     ema_decay: float | None = field(
@@ -229,6 +252,12 @@ class BaseConfig(TrainingArguments):
                 "to train: use max_steps=100, or max_steps=-1 and num_train_epochs=1."
             )
         check_share(self, "0.9, or None for no average", "ema_decay")
+        if self.world_size > 1 and self.reward_max_wait >= self.ddp_timeout:
+            raise InputError(
+                f"reward_max_wait={self.reward_max_wait:g} is no less than ddp_timeout={self.ddp_timeout}, after "
+                f"which processes give each other up: use reward_max_wait={self.ddp_timeout / 2:g}, or a larger "
+                "ddp_timeout."
+            )
         check_positive(self, "240", "vllm_server_timeout", "vllm_request_timeout")
         check_positive(self, "0.01, or None", "vllm_check_tolerance")
         if self.auto_find_batch_size:

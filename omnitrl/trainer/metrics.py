@@ -47,7 +47,11 @@ class MetricStore:
             self.add(f"time/{name}", time.perf_counter() - start)
 
     def drain(self) -> dict[str, float]:
-        """Means over all ranks since the last call (`time/`, `/failed`: sums, `max`: maxima); every rank calls it."""
+        """
+        Means over all ranks since the last call (`time/`, `/failed`, `/cached`: sums, `max`: maxima).
+
+        Every rank calls it.
+        """
         local = {name: _summary(values) for name, values in self._values.items()}
         self._values = {}
         ranks: list[dict[str, tuple[float, int, float]]] = gather_list([local])
@@ -59,7 +63,7 @@ class MetricStore:
                 continue
             if name.startswith("time/"):
                 merged[name] = max(part[0] for part in parts)
-            elif name.endswith("/failed"):
+            elif name.endswith(("/failed", "/cached")):
                 merged[name] = sum(part[0] for part in parts)
             elif name.endswith("max"):
                 merged[name] = max(part[2] for part in parts if part[1])

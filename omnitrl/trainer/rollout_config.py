@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import gcd, lcm
 from typing import ClassVar
 
 from omnitrl.algorithms import AGGREGATIONS, BASELINES, ODE_SOLVERS, SCALES, TRIM_TAILS
 from omnitrl.errors import InputError
+from omnitrl.rewards.weights import WEIGHT_SCHEDULES
 from omnitrl.trainer.base_config import BaseConfig, check_choice
 
 
@@ -74,6 +77,14 @@ class RolloutConfig(BaseConfig):
     num_iterations: int = field(default=1, metadata={"help": "Times that a rollout is gone through."})
 
     # Advantages
+    reward_weights_end: list[float] | None = field(
+        default=None,
+        metadata={"help": "Weights that the rewards have at the last step, to which they go from `reward_weights`."},
+    )
+    reward_weights_schedule: str = field(
+        default="linear",
+        metadata={"help": "The way there: 'linear', 'cosine', or most of it 'early' or 'late' in the run."},
+    )
     multi_objective_aggregation: str = field(
         default="sum_then_normalize",
         metadata={
@@ -141,6 +152,7 @@ class RolloutConfig(BaseConfig):
         check_choice("advantage_baseline", self.advantage_baseline, BASELINES)
         check_choice("advantage_trim_tails", self.advantage_trim_tails, TRIM_TAILS)
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
+        check_choice("reward_weights_schedule", self.reward_weights_schedule, WEIGHT_SCHEDULES)
 
     def _check_ranges(self) -> None:
         super()._check_ranges()
@@ -160,7 +172,7 @@ class RolloutConfig(BaseConfig):
         The units of a rollout are cut into micro-batches. Where a unit is not a sample, groups must lie within a
         device, because its members are compared there.
         """
-        per_step = self.per_device_train_batch_size * self.world_size  # units
+        per_step = self._units_per_step
         whole = self._smallest_groups(per_step)
         if self.generation_batch_size is None:
             self.generation_batch_size = self._samples_of_steps(per_step, whole * self.units_per_group // per_step)
@@ -222,9 +234,40 @@ class RolloutConfig(BaseConfig):
                 f"({per_step} samples a micro-batch on {self.world_size} device(s)): use {works}{other}."
             )
 
+    def check_whole_groups_on_devices(self, names: Sequence[str]) -> None:
+        """
+        Raises unless each device makes whole groups, which rewards need that compare the members of one.
+
+        Args:
+            names (`list[str]`):
+                Of these rewards; nothing is checked if there are none.
+        """
+        groups, world, per_step = self.prompts_per_rollout, self.world_size, self._units_per_step
+        if not names or groups % world == 0:
+            return
+        step = lcm(world, self._smallest_groups(per_step))
+        fits = next(
+            number
+            for number in count(-(-groups // step) * step, step)
+            if self._fits_accumulation(number * self.units_per_group // per_step * self.num_iterations)
+        )
+        raise InputError(
+            f"reward {names[0]!r} compares the members of a group, which must then be made by one device, but "
+            f"generation_batch_size={self.generation_batch_size} is {groups} group(s) of {self.num_generations} for "
+            f"{world} devices: use generation_batch_size={fits * self.num_generations}."
+        )
+
+    @property
+    def _units_per_step(self) -> int:
+        return self.per_device_train_batch_size * self.world_size
+
+    def _fits_accumulation(self, micro_steps: int) -> bool:
+        accumulation = self.gradient_accumulation_steps
+        return micro_steps % accumulation == 0 or accumulation % micro_steps == 0
+
     def _check_accumulation(self) -> None:
         micro, accumulation = self.micro_steps_per_rollout, self.gradient_accumulation_steps
-        if micro % accumulation and accumulation % micro:
+        if not self._fits_accumulation(micro):
             raise InputError(
                 f"gradient_accumulation_steps={accumulation} must divide, or be a multiple of, "
                 f"steps_per_generation × num_iterations = {micro}, so that no update mixes parts of two rollouts: use "

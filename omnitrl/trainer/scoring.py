@@ -12,8 +12,38 @@ import torch
 from omnitrl.errors import RunError
 from omnitrl.rewards import RewardBatch, RewardError, RewardRunner
 from omnitrl.rollout import Trajectory
+from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.interrupts import Interrupts
 from omnitrl.trainer.metrics import gather_list
+
+
+def make_runner(
+    reward_funcs: Any, args: BaseConfig, weights: Sequence[float] | None, final_weights: Sequence[float] | None = None
+) -> RewardRunner:
+    """
+    The runner of some rewards, as the options say.
+
+    Args:
+        reward_funcs:
+            One reward or several, or `None`.
+        args ([`BaseConfig`]):
+            Options.
+        weights, final_weights (`list[float]`, *optional*):
+            Weights of the rewards, and what they become in the course of the run.
+    """
+    return RewardRunner(
+        [] if reward_funcs is None else reward_funcs,
+        weights=weights,
+        final_weights=final_weights,
+        max_retries=args.reward_max_retries,
+        timeout=args.reward_timeout,
+        max_failed_fraction=args.reward_max_failed_fraction,
+        max_wait=args.reward_max_wait,
+        max_pending=args.reward_max_pending,
+        cache_size=args.reward_cache_size,
+        num_processes=args.reward_num_processes,
+        device=args.reward_device,
+    )
 
 
 class Scoring:
@@ -33,25 +63,39 @@ class Scoring:
             Number of ranks.
         state (`TrainerState`):
             Passed on to the rewards.
+        group_size (`int`):
+            Members of a group, all of which are of this rank where a reward compares them.
     """
 
-    def __init__(self, rewards: RewardRunner | None, interrupts: Interrupts, world_size: int, state: Any) -> None:
+    def __init__(
+        self, rewards: RewardRunner | None, interrupts: Interrupts, world_size: int, state: Any, group_size: int = 1
+    ) -> None:
         if rewards is not None:
             rewards.discard()
         self._rewards = rewards
         self._interrupts = interrupts
         self._world_size = world_size
         self._state = state
+        self._group_size = group_size
         self._error: RewardError | None = None
         self._submitted = 0
 
     def submit(self, batch: Sequence[Trajectory]) -> None:
-        """Starts the rewards of a batch that has just been decoded."""
+        """Starts the rewards of a batch that has just been decoded; waits while too many samples wait for them."""
         self._submitted += len(batch)
-        if self._error is not None or self._rewards is None:
+        rewards = self._rewards
+        if self._error is not None or rewards is None:
             return
         try:
-            self._rewards.submit([t.request.row for t in batch], [t.media for t in batch], self._state)
+            with self._interrupts.at_once():
+                rewards.submit(
+                    [t.request.row for t in batch],
+                    [t.media for t in batch] if rewards.needs_media else None,
+                    self._state,
+                    latents=[t.clean_latents for t in batch] if rewards.needs_latents else None,
+                    groups=[t.request.group_id for t in batch],
+                    group_size=self._group_size,
+                )
         except RewardError as error:
             if self._world_size == 1:
                 raise
@@ -85,6 +129,6 @@ class Scoring:
         if broken:
             raise RunError(f"Another process stopped: {broken[0]}")
         assert scored is not None
-        weighted = torch.tensor(self._rewards.weights) != 0
+        weighted = ~torch.tensor(self._rewards.watched)
         scored.rewards[scored.failed[:, weighted].any(dim=1)] = float("nan")
         return replace(scored, rewards=scored.rewards.float())

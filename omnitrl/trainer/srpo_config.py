@@ -107,6 +107,11 @@ class SRPOConfig(RolloutConfig):
             raise InputError(f"groundtruth_ratio={self.groundtruth_ratio} must be in [0, 1): use 0.9.")
         if self.shuffle_advantages:
             raise InputError("shuffle_advantages=True shuffles nothing, for there are none: use shuffle_prompts=True.")
+        if self.reward_weights_end is not None:
+            raise InputError(
+                f"reward_weights_end={self.reward_weights_end} is for rewards of rollouts, and SRPO follows the "
+                "gradient of its rewards: leave it out."
+            )
         self._check_words()
 
     def _check_words(self) -> None:

@@ -23,7 +23,7 @@ from omnitrl.trainer.aligning import NUM_POINTS, AlignBatch, AlignBatches, Align
 from omnitrl.trainer.rollout_trainer import RolloutTrainer
 from omnitrl.trainer.rollouts import RolloutBuffer
 from omnitrl.trainer.sampling_trainer import MicroBatch, RewardLike
-from omnitrl.trainer.scoring import Scoring
+from omnitrl.trainer.scoring import Scoring, make_runner
 from omnitrl.trainer.srpo_config import SRPOConfig
 
 
@@ -121,12 +121,10 @@ class SRPOTrainer(RolloutTrainer):
                 f"eval_reward_weights={args.eval_reward_weights} are those of eval_reward_funcs, which were not "
                 "given: use reward_weights."
             )
-        return RewardRunner(
+        return make_runner(
             self.differentiable.ordinary() if given is None else given,
-            weights=args.reward_weights if given is None else args.eval_reward_weights,
-            max_retries=args.reward_max_retries,
-            timeout=args.reward_timeout,
-            max_failed_fraction=args.reward_max_failed_fraction,
+            args,
+            args.reward_weights if given is None else args.eval_reward_weights,
         )
 
     def _set_up_algorithm(self) -> None:
