@@ -6,7 +6,7 @@ import pytest
 
 from omnitrl.cli import env
 from omnitrl.cli.exits import one_line_errors
-from omnitrl.cli.main import main
+from omnitrl.cli.main import COMMANDS, main
 from omnitrl.errors import InputError, RunError
 from omnitrl.version import __version__
 
@@ -30,7 +30,7 @@ def test_an_unknown_command_is_one_line_and_exit_code_2():
     done = subprocess.run([sys.executable, "-m", "omnitrl.cli.main", "quickstrat"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
-        "error: Unknown command 'quickstrat'; there are quickstart, serve-reward, env. Did you mean 'quickstart'?\n"
+        f"error: Unknown command 'quickstrat'; there are {', '.join(COMMANDS)}. Did you mean 'quickstart'?\n"
     )
 
 

@@ -97,9 +97,7 @@ def same(a, b):
     return True
 
 
-VIDEOS = [
-    Video(noise(3, 4, 5, 3, seed=i), 16.0, sound) for i, sound in enumerate([*sounds(2), None, None, None, None])
-]
+VIDEOS = [Video(noise(3, 4, 5, 3, seed=i), 16.0, sounds(6)[i] if i % 2 else None) for i in range(6)]
 MEDIA = {
     "pictures": pictures(6),
     "videos": VIDEOS,
@@ -274,7 +272,7 @@ def test_without_the_token_nothing_is_told(monkeypatch):
         assert ask(RemoteReward(url), **ROW) == mean(**ROW)
 
 
-@pytest.mark.parametrize("token", ["", "zwei wörter", "a\nb", " a"])
+@pytest.mark.parametrize("token", ["", "wörter", "two words", "a\nb", " a"])
 def test_a_token_that_no_header_can_have_is_refused(token):
     with pytest.raises(InputError, match="a word of ASCII"), serving(mean, token=token):
         pass
@@ -558,6 +556,24 @@ def test_numbers_out_of_range_are_refused(option):
 def test_numbers_out_of_range_are_refused_by_the_server(option):
     ((name, value),) = option.items()
     with pytest.raises(InputError, match=f"{name}={value} must be more than 0"), serving(mean, **option):
+        pass
+
+
+def test_a_model_goes_where_it_is_told_to():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, prompts, log_extra, **kwargs):
+            log_extra("device", [self.weight.device.type])
+            return [1.0]
+
+    logged = {}
+    with serving(Model(), device="meta") as url:
+        assert ask(RemoteReward(url), prompts=["a"], log_extra=logged.__setitem__) == [1.0]
+    assert logged == {"device": ["meta"]}
+    with pytest.raises(InputError, match="'Model' cannot be moved to device='gpu'"), serving(Model(), device="gpu"):
         pass
 
 

@@ -109,7 +109,7 @@ def checked_token(token: str) -> str:
     Raises:
         `ValueError`: it has characters that a header cannot have.
     """
-    if not (token.isascii() and token.isprintable() and token.strip() == token and token):
+    if not (token.isascii() and token.isprintable() and token.split() == [token]):
         raise InputError("a token of a reward server is a word of ASCII characters, such as 'b7c41f'.")
     return token
 
