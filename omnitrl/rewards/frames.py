@@ -43,7 +43,7 @@ def framewise(reward: "str | RewardFunc", frames: "str | int | slice" = "all", r
     The chosen frames of all videos are handed to the reward as one batch of PIL images, with the prompt and the
     columns of their video, in parts of its `batch_size` where its traits name one. A groupwise reward is called once
     for each chosen frame, with that frame of all members of the group. What it logs with `log_extra` becomes a list
-    for each video.
+    for each video. A reward that asks for processes of its own (`in_process`) runs in a thread here.
 
     Args:
         reward (`Callable` or `str`):
@@ -93,6 +93,9 @@ def framewise(reward: "str | RewardFunc", frames: "str | int | slice" = "all", r
     score.__name__ = f"{inner.name}_frames"
     score.__signature__ = _signature(inner)  # type: ignore[attr-defined]
     score.traits = replace(traits, media=("video",), batch_size=None, in_process=False)  # type: ignore[attr-defined]
+    move = getattr(function, "to", None)
+    if callable(move):  # a model goes to the device that rewards are to run on
+        score.to = move  # type: ignore[attr-defined]
     return score
 
 

@@ -180,9 +180,9 @@ def sharpness_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """
     Rewards sharp images: the variance of the Laplacian of luma from 0 to 255, over 1000.
 
-    Range [0, 1040.4]: hundredths for blurred photographs, some tenths to some units for sharp ones; kernel and border
-    are in [`~omnitrl.rewards.statistics.sharpness`]. Noise is sharp too, so give it a small weight, or a reward beside
-    it that dislikes noise. It has a differentiable form.
+    Range [0, 1040.4]; photographs below some 0.1 are often taken for blurred. Kernel and border are in
+    [`~omnitrl.rewards.statistics.sharpness`]. Noise is sharp too, so give it a small weight, or a reward beside it
+    that dislikes noise. It has a differentiable form.
 
     Args:
         completions (`list`):

@@ -109,8 +109,8 @@ def sharpness(image: Any) -> float:
     Variance of the Laplacian of luma from 0 to 255.
 
     The kernel is `[[0, 1, 0], [1, -4, 1], [0, 1, 0]]`, and pixels beyond the border are mirrored without the border
-    itself, as in OpenCV's `cv2.Laplacian(grey, cv2.CV_64F).var()`. Blurred photographs have some tens, sharp ones
-    hundreds to thousands. Noise is sharp too.
+    itself, as in OpenCV's `cv2.Laplacian(grey, cv2.CV_64F).var()`. Photographs below some 100 are often
+    taken for blurred. Noise is sharp too.
 
     Args:
         image (`PIL.Image.Image`, `np.ndarray` or `torch.Tensor`):

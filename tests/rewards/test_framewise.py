@@ -125,6 +125,13 @@ def test_any_reward_runs_in_the_runner(reward):
     assert scored.rewards.tolist() == [[9.0, pytest.approx(5 / 255)], [255.0, 1.0]]
 
 
+def test_a_model_is_moved_as_without_the_wrapper():
+    model = RedLevel()
+    framewise(model).to(torch.float64)
+    assert model.scale.dtype == torch.float64
+    assert not hasattr(framewise(red_level), "to")
+
+
 def test_none_is_left_out_and_a_failed_frame_fails_the_video():
     table = {1: None, 2: 4.0, 3: math.nan, 4: 8.0}
 
