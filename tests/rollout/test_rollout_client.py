@@ -377,7 +377,7 @@ def test_a_server_that_does_not_come_is_an_error(make):
 
 def test_one_of_two_servers_is_enough_to_start(make):
     stub = make.stub()
-    client = make.client(stub, "http://127.0.0.1:9", patience=0.3)
+    client = make.client(stub, "http://127.0.0.1:9", patience=2.0)
     run(client)
     assert client.alive == 1
 
