@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from omnitrl.trainer.mix_grpo_trainer import MixGRPOTrainer
     from omnitrl.trainer.online_diffusion_dpo_config import OnlineDiffusionDPOConfig
     from omnitrl.trainer.online_diffusion_dpo_trainer import OnlineDiffusionDPOTrainer
+    from omnitrl.trainer.over_optimization import OverOptimizationCallback
     from omnitrl.trainer.srpo_config import SRPOConfig
     from omnitrl.trainer.srpo_trainer import SRPOTrainer
 
@@ -59,6 +60,7 @@ _LAZY = {
     "MixGRPOTrainer": "omnitrl.trainer.mix_grpo_trainer",
     "OnlineDiffusionDPOConfig": "omnitrl.trainer.online_diffusion_dpo_config",
     "OnlineDiffusionDPOTrainer": "omnitrl.trainer.online_diffusion_dpo_trainer",
+    "OverOptimizationCallback": "omnitrl.trainer.over_optimization",
     "SRPOConfig": "omnitrl.trainer.srpo_config",
     "SRPOTrainer": "omnitrl.trainer.srpo_trainer",
     "load_flow_model": "omnitrl.models",
@@ -88,6 +90,7 @@ __all__ = [
     "MixGRPOTrainer",
     "OnlineDiffusionDPOConfig",
     "OnlineDiffusionDPOTrainer",
+    "OverOptimizationCallback",
     "SRPOConfig",
     "SRPOTrainer",
     "__version__",

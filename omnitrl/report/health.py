@@ -44,6 +44,15 @@ HEALTH = {
         "KL to the reference",
         "Grows slowly. A jump often comes with pictures that please the reward alone: look at the samples.",
     ),
+    "watch/diversity": Health(
+        "diversity: how far members of a group are apart",
+        "May shrink somewhat as the policy learns. A steady fall says that all samples become alike.",
+    ),
+    "watch/entropy": Health("entropy of the pictures, in bits", "A steady fall says that pictures become flat."),
+    "watch/saturation": Health("saturation of the pictures", "Rises where a reward likes gaudy colours."),
+    "watch/jpeg_kilobytes": Health(
+        "size of the pictures as JPEG, in kB", "Falls when detail is lost, and rises with noise and grids."
+    ),
     "grad_norm": Health("gradient norm", "Steady after the first steps. Spikes: lower the learning rate."),
     "step_time": Health("seconds per step", "Steady. A slow rise points to a memory leak or a busy machine."),
 }

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # names that static checkers see; a test holds them to those 
     from omnitrl.trainer.mix_grpo_trainer import MixGRPOTrainer as MixGRPOTrainer
     from omnitrl.trainer.online_diffusion_dpo_config import OnlineDiffusionDPOConfig as OnlineDiffusionDPOConfig
     from omnitrl.trainer.online_diffusion_dpo_trainer import OnlineDiffusionDPOTrainer as OnlineDiffusionDPOTrainer
+    from omnitrl.trainer.over_optimization import OverOptimizationCallback as OverOptimizationCallback
     from omnitrl.trainer.replay_config import ClippedPolicyConfig as ClippedPolicyConfig
     from omnitrl.trainer.replay_config import PolicyGradientConfig as PolicyGradientConfig
     from omnitrl.trainer.replay_config import ReplayConfig as ReplayConfig
@@ -74,6 +75,7 @@ _LAZY: dict[str, str] = {
     "ClippedPolicyTrainer": "replay_trainer",
     "MatchingTrainer": "matching_trainer",
     "AveragingTrainer": "matching_trainer",
+    "OverOptimizationCallback": "over_optimization",
     **{trainer: f"{name}_trainer" for name, trainer in TRAINERS.items()},
     **{trainer.removesuffix("Trainer") + "Config": f"{name}_config" for name, trainer in TRAINERS.items()},
 }

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,7 @@ class RolloutTrainer(SamplingTrainer):
     """
 
     args: RolloutConfig
+    makes_rollouts = True
     scores_rollouts = True
     """Whether the samples of rollouts are decoded and scored; otherwise their advantages are 0."""
 
@@ -222,13 +223,16 @@ class RolloutTrainer(SamplingTrainer):
         self._forwards, before = 0, self.engine.forwards
         requests = self._plan.requests(rollout)
         self._read_pictures(rollout, requests)
-        scoring = self.new_scoring() if self.scores_rollouts else None
+        params, scoring = self.sampling_params(rollout), self.new_scoring() if self.scores_rollouts else None
+        if self.watch is not None:
+            self.watch.discard()
+            params = replace(params, decode=True)
         merged = merged_adapters(self.flow_model) if self.args.merge_adapters else nullcontext()
         self.engine.wake()
         with self.rollout_weights(), merged:
             self.sync_engine()
             with self.metrics.timed("rollout"):
-                trajectories = self._sample(requests, self.sampling_params(rollout), scoring)
+                trajectories = self._sample(requests, params, scoring)
         self.engine.sleep()
         self.note_engine()
         self.count_forwards(self.engine.forwards - before)
@@ -255,6 +259,8 @@ class RolloutTrainer(SamplingTrainer):
         for batch in self.engine.generate(requests, params):
             if scoring is not None:
                 scoring.submit(batch)
+            if self.watch is not None:
+                self.watch.submit(batch)
             for trajectory in batch:
                 trajectory.media = None  # the rewards hold it as long as they need it
             trajectories += batch
@@ -267,9 +273,11 @@ class RolloutTrainer(SamplingTrainer):
         """Advantages of this rank's samples, and their rewards in sum, `None` where they are not scored."""
         share = self._plan.share
         if scoring is None:
+            self._watch_rollout(None)
             return torch.zeros(self._plan.num_samples)[share], None
         assert self.rewards is not None
         rewards = self._collect_rewards(scoring)
+        self._watch_rollout(rewards)
         advantages = self._advantages(rewards)
         if self.args.shuffle_advantages:
             generator = torch.Generator().manual_seed(stable_seed(self.args.seed, "control", rollout))
@@ -284,6 +292,18 @@ class RolloutTrainer(SamplingTrainer):
         for name, value in scored.metrics.items():
             self.metrics.add(name, value)
         return torch.tensor(gather_list(scored.rewards.tolist()), dtype=torch.float32)
+
+    def _watch_rollout(self, rewards: Tensor | None) -> None:
+        """Shows the rewards (N, F) of a rollout, where it is scored, to what watches its samples."""
+        if self.watch is None:
+            return
+        by_name: dict[str, Tensor] = {}
+        total = None
+        if rewards is not None and self.rewards is not None:
+            by_name = dict(zip(self.rewards.names, rewards.unbind(1), strict=True))
+            total = self.rewards.total(rewards)
+        for name, value in self.watch.observe(self.state, self._plan.group_ids(), by_name, total).items():
+            self.metrics.add(name, value)
 
     def _advantages(self, rewards: Tensor) -> Tensor:
         """Advantages of the samples of all ranks, and the log of their rewards (N, F)."""

@@ -23,6 +23,7 @@ from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.base_trainer import BaseTrainer, ModelLike
 from omnitrl.trainer.evaluation import evaluate_prompts
 from omnitrl.trainer.metrics import gather_list
+from omnitrl.trainer.over_optimization import OverOptimizationCallback, find_watch
 from omnitrl.trainer.prompt_rows import check_equal_pictures, check_pictures, finite, numbered, size_of_row, sizes_of
 from omnitrl.trainer.scoring import Scoring
 
@@ -83,6 +84,10 @@ class SamplingTrainer(BaseTrainer):
     needs_rewards: ClassVar[bool] = True
     trains_guided: ClassVar[bool] = True
     """Whether network calls that are trained are guided as the samples are, unless `guidance_scale_train` is given."""
+    makes_rollouts: ClassVar[bool] = False
+    """Whether samples are made in training, rather than in evaluation alone."""
+    scores_rollouts: bool = False
+    """Whether they are decoded and scored."""
     control_option: ClassVar[str] = "shuffle_advantages"
     """The option that makes a control experiment of a run: one from which nothing can be learnt."""
 
@@ -270,8 +275,17 @@ class SamplingTrainer(BaseTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """See [`BaseTrainer.train`]; without an `eval_dataset`, some training prompts show before and after."""
         output = super().train(resume_from_checkpoint, **kwargs)
+        self._put_back_best()
         self._preview()
         return output
+
+    def _put_back_best(self) -> None:
+        """Loads the checkpoint that the watch has kept, where it has sounded an alarm."""
+        best = self.state.best_model_checkpoint
+        if self.watch is not None and self.watch.wants_best and best is not None:
+            self._load_best_model()
+            if self.is_world_process_zero():
+                self.progress.message(f"The weights are those of {best}, the best checkpoint before the alarm.")
 
     def _preview(self) -> None:
         if self.eval_dataset is None and self.args.save_report:
@@ -280,6 +294,10 @@ class SamplingTrainer(BaseTrainer):
     def _begin(self) -> None:
         self._micro_step = self.state.global_step * self.args.gradient_accumulation_steps
         self._logged_at, self._logged_step = time.perf_counter(), self.state.global_step
+        self.watch = find_watch(self.callback_handler.callbacks)
+        if self.watch is not None:
+            names = [] if self.rewards is None else self.rewards.names
+            self.watch.begin(self.args, self.state, names, self.makes_rollouts, self.scores_rollouts)
         super()._begin()
         if self.is_world_process_zero():
             trained = sum(p.numel() for p in self.trainable_parameters())
@@ -386,15 +404,20 @@ class SamplingTrainer(BaseTrainer):
 
     _logged_at = 0.0
     _logged_step = 0
+    watch: OverOptimizationCallback | None = None
+    """What is among the callbacks to watch the samples, once training has begun."""
 
     # Checkpoints
 
     def _state(self) -> dict[str, Any]:
-        return {**super()._state(), "num_forwards": self.num_forwards}
+        watch = {} if self.watch is None else {"watch": self.watch.state_dict(self.state.global_step)}
+        return {**super()._state(), "num_forwards": self.num_forwards, **watch}
 
     def _load_state(self, state: dict[str, Any]) -> None:
         super()._load_state(state)
         self.num_forwards = state["num_forwards"]
+        if self.watch is not None and "watch" in state:
+            self.watch.load_state_dict(state["watch"])
 
     # Evaluation
 
