@@ -202,7 +202,7 @@ class RewardQueue:
             for entry in group.entries:
                 entry.job.break_off(error)
             del self._groups[name]
-        self._changed()
+        self._begin_calls()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Gives up chunks: what waits is dropped, and calls that run for none but them are ended."""
@@ -234,7 +234,7 @@ class RewardQueue:
                 job.scores.cached += 1
                 job.settle(entry)
         self._admit(job, unknown)
-        self._changed()
+        self._on_change()
 
     def _make_keys(self, job: Job) -> None:
         latents = self.reward.traits.media == ("latents",)
@@ -304,7 +304,7 @@ class RewardQueue:
         finally:
             self._calls.discard(call)
             self._tried(call)
-            self._changed()
+            self._on_change()
 
     async def _attempt(self, call: _Call) -> Answer:
         try:
@@ -383,6 +383,3 @@ class RewardQueue:
             error.__cause__ = cause
         for entry in call.entries:
             entry.job.break_off(error)
-
-    def _changed(self) -> None:
-        self._on_change()

@@ -82,13 +82,13 @@ class DanceGRPOTrainer(ClippedPolicyTrainer):
     @property
     def loss_weights(self) -> Tensor:
         """Weights (F,) of the losses of the rewards; a reward of negative weight has its advantages turned instead."""
-        return torch.tensor([abs(weight) for weight in self.reward_weights if weight != 0])
+        return torch.tensor(self.trained_reward_weights).abs()
 
     def compute_advantages(self, rewards: Tensor) -> Tensor:
         """Advantages (N,), or (N, F) with `per_reward_loss`: each reward against its own mean and std."""
         if not self.args.per_reward_loss:
             return super().compute_advantages(rewards)
-        signs = torch.tensor([weight for weight in self.reward_weights if weight != 0]).sign()
+        signs = torch.tensor(self.trained_reward_weights).sign()
         return torch.stack([self.advantages_of(rewards[:, [i]], signs[[i]]) for i in range(len(signs))], dim=1)
 
     def select(self, advantages: Tensor) -> tuple[Units, Tensor]:
@@ -121,5 +121,8 @@ class DanceGRPOTrainer(ClippedPolicyTrainer):
         args = self.args
         losses: dict[str, Any] = {"per_reward_loss": args.per_reward_loss}
         if args.per_reward_loss:
-            losses["reward_weights"] = self.reward_weights
+            assert self.rewards is not None
+            losses["reward_weights"] = self.rewards.initial_weights
+            if self.args.reward_weights_end is not None:
+                losses["reward_weights_end"] = self.rewards.final_weights
         return {**super()._sampling(rollout), **losses}

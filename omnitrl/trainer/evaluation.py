@@ -35,11 +35,13 @@ def evaluate_prompts(
     trainer: SamplingTrainer, dataset: Any, prefix: str, also: dict[str, float] | None = None
 ) -> dict[str, float]:
     """
-    Scores every prompt of `dataset` `num_generations_eval` times, whatever the number of ranks.
+    Scores every prompt of `dataset` `num_generations_eval` times, whatever the number of ranks, with the weights that
+    rewards have in the end.
 
     The seed of a sample is a function of the run's seed, the row and the member, so every evaluation of a run starts
     from the same noise. Of each media size, ranks take equal shares; a rank that would have fewer repeats a sample, so
-    that collective network calls stay in step, and the repetition is dropped before anything is averaged.
+    that collective network calls stay in step, and the repetition is dropped before anything is averaged. Where a
+    reward compares the samples of a prompt, they are all of one rank.
 
     Args:
         trainer ([`SamplingTrainer`]):
@@ -62,7 +64,9 @@ def evaluate_prompts(
     scores, media = _score(trainer, parts, prefix, set(wanted))
     gathered = sorted(gather_list(scores))
     rewards = torch.tensor([values for _, values in gathered], dtype=torch.float32)  # (N, F)
-    total = torch.full((len(rewards),), math.nan) if trainer.rewards is None else trainer.rewards.total(rewards)
+    total = torch.full((len(rewards),), math.nan)
+    if trainer.rewards is not None:
+        total = trainer.rewards.total(rewards, trainer.rewards.final_weights)
     metrics = dict(also or {})
     if trainer.rewards is not None:
         metrics |= _metrics(trainer.rewards.names, rewards, total, prefix)
@@ -76,23 +80,30 @@ def evaluate_prompts(
 
 def _parts(trainer: SamplingTrainer, rows: Rows) -> list[_Part]:
     """This rank's share of the samples of each size; pictures are of different prompts first."""
-    args = trainer.args
-    order = [(index, member) for member in range(args.num_generations_eval) for index in range(len(rows))]
+    args, members = trainer.args, trainer.args.num_generations_eval
     sizes = sizes_of(trainer.flow_model, rows, args.media_size)
+    together = trainer.rewards is not None and bool(trainer.rewards.groupwise)
     read: dict[int, dict[str, Any]] = {}
     parts = []
     for size in dict.fromkeys(sizes):
-        positions = [place for place, (index, _) in enumerate(order) if sizes[index] == size]
-        share = math.ceil(len(positions) / args.world_size)
-        mine = positions[args.process_index * share :][:share]
+        indices = [index for index, its in enumerate(sizes) if its == size]
+        if together:  # the samples of a prompt are a unit
+            units = [[(index, member) for member in range(members)] for index in indices]
+        else:
+            units = [[(index, member)] for member in range(members) for index in indices]
+        share = math.ceil(len(units) / args.world_size)
+        mine = units[args.process_index * share :][:share]
         requests = []
-        for place in mine + positions[-1:] * (share - len(mine)):
-            index, member = order[place]
-            if index not in read:
-                read[index] = _row(trainer, rows, index)
-            seed = stable_seed(args.seed, "eval", index, member)
-            requests.append(SampleRequest(read[index], index, member, seed))
-        parts.append(_Part(size, requests, mine))
+        for number, unit in enumerate(mine + units[-1:] * (share - len(mine))):
+            for index, member in unit:
+                if index not in read:
+                    read[index] = _row(trainer, rows, index)
+                # A repeated group is another one.
+                group = index if number < len(mine) else len(rows) + number
+                seed = stable_seed(args.seed, "eval", index, member)
+                requests.append(SampleRequest(read[index], group, member, seed))
+        positions = [member * len(rows) + index for unit in mine for index, member in unit]
+        parts.append(_Part(size, requests, positions))
     return parts
 
 
@@ -110,9 +121,13 @@ def _score(
 ) -> tuple[list[tuple[int, list[float]]], dict[int, Any]]:
     """Reward row of each of this rank's samples by its position, and the media at those that are `wanted`."""
     args = trainer.args
-    params = SamplingParams(num_inference_steps=args.num_inference_steps_eval, guidance_scale=trainer.guidance_scale)
+    params = SamplingParams(
+        num_inference_steps=args.num_inference_steps_eval,
+        guidance_scale=trainer.guidance_scale,
+        keep_clean=trainer.rewards is not None and trainer.rewards.needs_latents,
+    )
     media: dict[int, Any] = {}
-    done, scoring, count = 0, trainer.new_scoring(), sum(len(part.requests) for part in parts)
+    done, scoring, count = 0, trainer.new_scoring(args.num_generations_eval), sum(len(part.requests) for part in parts)
     places = [place for part in parts for place in _filled(part)]
     for part in parts:
         for batch in trainer.engine.generate(part.requests, replace(params, size=part.size)):

@@ -86,8 +86,7 @@ class OnlineDiffusionDPOTrainer(AveragingTrainer):
 
     def compute_advantages(self, rewards: Tensor) -> Tensor:
         """The weighted sum of the rewards, (N,), NaN where they are missing: all that a pair asks for."""
-        weights = torch.tensor([weight for weight in self.reward_weights if weight != 0], dtype=torch.float32)
-        return combine_rewards(rewards, weights)
+        return combine_rewards(rewards, torch.tensor(self.trained_reward_weights))
 
     def select(self, advantages: Tensor) -> tuple[Units, Tensor]:
         """The best and the worst of each group, and the weight of the pair for either: 0 where they are tied."""

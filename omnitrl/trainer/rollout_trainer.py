@@ -28,7 +28,10 @@ from omnitrl.data import BucketStream, PromptFeed, StoredFeed, StoredRows, Strea
 from omnitrl.data.streamed import SHUFFLE_BUFFER
 from omnitrl.errors import InputError, RunError
 from omnitrl.models import MediaSize
+from omnitrl.rewards import RewardRunner
+from omnitrl.rewards.weights import scheduled_weights
 from omnitrl.rollout import SampleRequest, SamplingParams, Trajectory, stable_seed
+from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.checkpoints import check_prompts, check_same, plan_of
 from omnitrl.trainer.merging import check_merging, merged_adapters
 from omnitrl.trainer.metrics import gather_list
@@ -36,7 +39,7 @@ from omnitrl.trainer.prompt_rows import size_of_row
 from omnitrl.trainer.rollout_config import RolloutConfig
 from omnitrl.trainer.rollouts import RolloutBuffer, RolloutPlan, Units
 from omnitrl.trainer.sampling_trainer import MicroBatch, SamplingTrainer
-from omnitrl.trainer.scoring import Scoring
+from omnitrl.trainer.scoring import Scoring, make_runner
 
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,14 @@ class RolloutTrainer(SamplingTrainer):
     _equal_rollouts = 0
 
     # Set-up
+
+    def _load_rewards(self, reward_funcs: Any, args: BaseConfig) -> RewardRunner | None:
+        if reward_funcs is None and not self.needs_rewards:
+            return None
+        assert isinstance(args, RolloutConfig)
+        rewards = make_runner(reward_funcs, args, args.reward_weights, args.reward_weights_end)
+        args.check_whole_groups_on_devices(rewards.groupwise)
+        return rewards
 
     @cached_property
     def _plan(self) -> RolloutPlan:
@@ -170,13 +181,12 @@ class RolloutTrainer(SamplingTrainer):
 
         Args:
             rewards (`Tensor`):
-                (N, F) in sample order, NaN where missing, all of a weight that is not 0.
+                (N, F) in sample order, NaN where missing; those that are only watched left out.
 
         Returns:
             `Tensor`: (N,), or (N, A) for a subclass with several losses.
         """
-        weights = torch.tensor([weight for weight in self.reward_weights if weight != 0], dtype=torch.float32)
-        return self.advantages_of(rewards, weights)
+        return self.advantages_of(rewards, torch.tensor(self.trained_reward_weights))
 
     def advantages_of(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """Advantages (N,) of rewards (N, F) of these weights (F,), by the options of the config."""
@@ -215,15 +225,40 @@ class RolloutTrainer(SamplingTrainer):
 
     @property
     def reward_weights(self) -> list[float]:
-        """Weight of each reward."""
+        """Weight of each reward, at the optimizer step of the current rollout."""
         return [] if self.rewards is None else self.rewards.weights
+
+    @property
+    def trained_reward_weights(self) -> list[float]:
+        """Those of rewards that are not only watched; some may be 0 for now."""
+        watched = [] if self.rewards is None else self.rewards.watched
+        return [weight for weight, only in zip(self.reward_weights, watched, strict=True) if not only]
+
+    def _weigh_rewards(self, step: int) -> None:
+        """Gives the rewards the weights of an optimizer step, where they change."""
+        runner, args = self.rewards, self.args
+        if runner is None or args.reward_weights_end is None:
+            return
+        runner.weights = scheduled_weights(
+            runner.initial_weights, runner.final_weights, args.reward_weights_schedule, step, self.state.max_steps
+        )
+
+    def _with_what_rewards_need(self, params: SamplingParams) -> SamplingParams:
+        """Keeps clean latents for rewards that look at them, and decodes nothing where all rewards do."""
+        assert self.rewards is not None
+        keep_clean = params.keep_clean or self.rewards.needs_latents
+        return replace(params, keep_clean=keep_clean, decode=params.decode and self.rewards.needs_media)
 
     def make_rollout(self, rollout: int) -> RolloutBuffer:
         """Samples, scores and prepares one rollout; every rank makes its share."""
         self._forwards, before = 0, self.engine.forwards
         requests = self._plan.requests(rollout)
         self._read_pictures(rollout, requests)
-        params, scoring = self.sampling_params(rollout), self.new_scoring() if self.scores_rollouts else None
+        params, scoring = self.sampling_params(rollout), None
+        if self.scores_rollouts:
+            self._weigh_rewards(self.state.global_step)
+            scoring = self.new_scoring(self.args.num_generations)
+            params = self._with_what_rewards_need(params)
         if self.watch is not None:
             self.watch.discard()
             params = replace(params, decode=True)
@@ -313,9 +348,12 @@ class RolloutTrainer(SamplingTrainer):
             self.metrics.add(f"rewards/{name}/mean", rewards[:, i])
             self.metrics.add(f"rewards/{name}/std", _nanstd(rewards[:, i]))
         self.metrics.add("reward", total)
+        if self.args.reward_weights_end is not None:
+            for name, weight in zip(self.rewards.names, self.rewards.weights, strict=True):
+                self.metrics.add(f"rewards/{name}/weight", weight)
         if self.args.num_generations > 1:
             self._compare_in_groups(total)
-        return self.compute_advantages(rewards[:, torch.tensor(self.rewards.weights) != 0])
+        return self.compute_advantages(rewards[:, ~torch.tensor(self.rewards.watched)])
 
     def _compare_in_groups(self, total: Tensor) -> None:
         """Logs how the rewards (N,) of a group differ, and warns where they do not."""
@@ -446,6 +484,7 @@ class RolloutTrainer(SamplingTrainer):
 
     def _restore_rollout(self, saved: dict[str, Any]) -> RolloutBuffer:
         rollout, device = saved["index"], self.args.device
+        self._weigh_rewards(saved["weight_version"])
         requests, table = self._plan.requests(rollout), self.tables(rollout)[0]
         trajectories = []
         for request, sample in zip(requests, saved["samples"], strict=True):

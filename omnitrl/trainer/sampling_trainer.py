@@ -25,7 +25,7 @@ from omnitrl.trainer.evaluation import evaluate_prompts
 from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.over_optimization import OverOptimizationCallback, find_watch
 from omnitrl.trainer.prompt_rows import check_equal_pictures, check_pictures, finite, numbered, size_of_row, sizes_of
-from omnitrl.trainer.scoring import Scoring
+from omnitrl.trainer.scoring import Scoring, make_runner
 
 
 # Training prompts that are pictured before and after where there is no evaluation set.
@@ -145,13 +145,7 @@ class SamplingTrainer(BaseTrainer):
     def _load_rewards(self, reward_funcs: Any, args: BaseConfig) -> RewardRunner | None:
         if reward_funcs is None and not self.needs_rewards:
             return None
-        return RewardRunner(
-            [] if reward_funcs is None else reward_funcs,
-            weights=args.reward_weights,
-            max_retries=args.reward_max_retries,
-            timeout=args.reward_timeout,
-            max_failed_fraction=args.reward_max_failed_fraction,
-        )
+        return make_runner(reward_funcs, args, args.reward_weights)
 
     def load_rows(self, dataset: Any) -> Any:
         """A dataset as rows, from whatever the user gave."""
@@ -325,9 +319,9 @@ class SamplingTrainer(BaseTrainer):
         for name, value in self.engine.take_metrics().items():
             self.metrics.add(name, value)
 
-    def new_scoring(self) -> Scoring:
-        """A round of scoring; a round that was broken off is forgotten."""
-        return Scoring(self.rewards, self.interrupts, self.args.world_size, self.state)
+    def new_scoring(self, group_size: int) -> Scoring:
+        """A round of scoring of groups of this size; a round that was broken off is forgotten."""
+        return Scoring(self.rewards, self.interrupts, self.args.world_size, self.state, group_size)
 
     def call_policy(self, velocity: Callable[..., Tensor], rows: NetworkRows, guidance: float | None = None) -> Tensor:
         """
