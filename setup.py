@@ -50,6 +50,7 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS = {
+    "audio": ["soxr>=0.5"],
     "deepspeed": ["deepspeed>=0.17"],
     "judge": ["openai>=1.60"],
     "ocr": ["rapidocr-onnxruntime>=1.4,<2"],
@@ -62,7 +63,9 @@ EXTRAS = {
 }
 EXTRAS["dev"] = EXTRAS["test"] + EXTRAS["quality"] + EXTRAS["docs"]
 EXTRAS["all"] = [
-    package for extra in ("dev", "deepspeed", "judge", "ocr", "serve", "trackers", "vllm") for package in EXTRAS[extra]
+    package
+    for extra in ("dev", "audio", "deepspeed", "judge", "ocr", "serve", "trackers", "vllm")
+    for package in EXTRAS[extra]
 ]
 
 setup(

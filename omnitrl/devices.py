@@ -267,3 +267,19 @@ def set_rng_state(device: torch.device | str, state: dict[str, torch.Tensor]) ->
         torch.mps.set_rng_state(state["device"])
     else:
         device_module(device).set_rng_state(state["device"], device)
+
+
+def process_device() -> torch.device:
+    """
+    Finds the device of this process, for what runs beside a trainer, in a thread too.
+
+    Returns:
+        `torch.device`: that of Accelerate where it has been set up, as in a run; otherwise the accelerator of the
+        machine, or the CPU.
+    """
+    from accelerate.state import PartialState  # here: nothing else of this file needs it
+
+    if PartialState._shared_state:  # asking it for a device would set it up, and end a later choice of the CPU
+        return torch.device(PartialState().device)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else found

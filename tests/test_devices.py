@@ -98,3 +98,13 @@ def test_the_name_and_waiting(device):
     assert devices.device_name("cpu") == f"CPU, {torch.get_num_threads()} threads"
     assert devices.device_name(device)
     devices.synchronize(device)
+
+
+def test_the_device_of_the_process_is_that_of_the_run(monkeypatch):
+    from accelerate.state import PartialState
+
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    assert devices.process_device().type == DEVICES[-1]
+    assert PartialState._shared_state == {}  # asking does not decide
+    monkeypatch.setattr(PartialState, "_shared_state", {"device": torch.device("meta")})
+    assert devices.process_device() == torch.device("meta")

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .contract import RewardError, RewardFunc, RewardUnavailable
     from .differentiable import DifferentiableRewards
     from .frames import framewise
+    from .hub import reward_from_hub
     from .image import (
         brightness_reward,
         colourfulness_reward,
@@ -59,6 +60,13 @@ if TYPE_CHECKING:
         YesNoTemplate,
     )
     from .latents import latent_scale_reward
+    from .learned.aesthetic import AestheticReward
+    from .learned.base import LearnedReward
+    from .learned.clap import CLAPReward
+    from .learned.clip import CLIPReward, PickScoreReward
+    from .learned.hps import HPSv2Reward
+    from .learned.hpsv3 import HPSv3Reward
+    from .learned.image_reward import ImageRewardModel
     from .media import to_pil
     from .ocr import OCRReward, TextRecognizer, ocr_exact_reward, ocr_reward, read_text
     from .registry import BUILTIN_REWARDS, get_reward
@@ -73,17 +81,25 @@ if TYPE_CHECKING:
 
 # Where each public name lives. It is imported when it is asked for: a reward's packages are needed by its users only.
 _EXPORTS = {
+    "AestheticReward": "learned.aesthetic",
     "AspectRatioReward": "rules",
     "BUILTIN_REWARDS": "registry",
+    "CLAPReward": "learned.clap",
+    "CLIPReward": "learned.clip",
     "CustomTemplate": "judge",
     "DifferentiableRewards": "differentiable",
     "DurationReward": "audio",
+    "HPSv2Reward": "learned.hps",
+    "HPSv3Reward": "learned.hpsv3",
+    "ImageRewardModel": "learned.image_reward",
     "JudgeTemplate": "judge",
+    "LearnedReward": "learned.base",
     "LoudnessReward": "audio",
     "MovingReward": "video",
     "OCRReward": "ocr",
     "OCRTemplate": "judge",
     "PairwiseTemplate": "judge",
+    "PickScoreReward": "learned.clip",
     "QuestionsTemplate": "judge",
     "RemoteReward": "remote.client",
     "RewardBatch": "results",
@@ -118,6 +134,7 @@ _EXPORTS = {
     "quoted_text": "text",
     "read_text": "ocr",
     "reward_app": "remote.server",
+    "reward_from_hub": "hub",
     "reward_traits": "traits",
     "saturation_reward": "image",
     "sharpness_reward": "image",
@@ -127,16 +144,24 @@ _EXPORTS = {
 
 __all__ = [
     "BUILTIN_REWARDS",
+    "AestheticReward",
     "AspectRatioReward",
+    "CLAPReward",
+    "CLIPReward",
     "CustomTemplate",
     "DifferentiableRewards",
     "DurationReward",
+    "HPSv2Reward",
+    "HPSv3Reward",
+    "ImageRewardModel",
     "JudgeTemplate",
+    "LearnedReward",
     "LoudnessReward",
     "MovingReward",
     "OCRReward",
     "OCRTemplate",
     "PairwiseTemplate",
+    "PickScoreReward",
     "QuestionsTemplate",
     "RemoteReward",
     "RewardBatch",
@@ -171,6 +196,7 @@ __all__ = [
     "quoted_text",
     "read_text",
     "reward_app",
+    "reward_from_hub",
     "reward_traits",
     "saturation_reward",
     "sharpness_reward",
