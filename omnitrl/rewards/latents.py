@@ -54,4 +54,4 @@ def _scale(row: int, latents: Any) -> float:
         what = f"{latents.dtype} values" if isinstance(latents, Tensor) else type(latents).__name__
         raise RewardError(f"completions[{row}]: expected latents, a floating point tensor, got {what}.")
     spread = float(latents.to(torch.float64).std(correction=0))
-    return -abs(math.log(max(spread, _SMALLEST_SPREAD)))
+    return -abs(math.log(max(spread, _SMALLEST_SPREAD))) + 0.0  # no minus in front of a zero

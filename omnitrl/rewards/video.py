@@ -12,7 +12,7 @@ from .media import videos
 from .traits import RewardTraits, reward_traits
 
 
-_LUMA = np.array([0.299, 0.587, 0.114]) / 255  # ITU-R 601, of 8-bit RGB
+_LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R 601
 _STATIC = 0.005  # 1.3 of 255 levels
 
 
@@ -120,11 +120,11 @@ def _motion(frames: np.ndarray) -> float | None:
     for luma in lumas:
         total += float(np.abs(luma - before).mean())
         before = luma
-    return total / (len(frames) - 1)
+    return total / (len(frames) - 1) / 255
 
 
 def _flicker(frames: np.ndarray) -> float | None:
     if len(frames) < 3:
         return None
     levels = frames.mean(axis=(1, 2), dtype=np.float64) @ _LUMA  # (F,)
-    return -float(np.abs(np.diff(levels, n=2)).mean()) + 0.0  # no minus in front of a zero
+    return -float(np.abs(np.diff(levels, n=2)).mean() / 255) + 0.0  # no minus in front of a zero
