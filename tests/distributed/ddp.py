@@ -8,6 +8,7 @@ import datasets
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from omnitrl import OverOptimizationCallback
 from tests.distributed.launch import main
 from tests.tiny import CHECKPOINTS
 from tests.trainer.helpers import PROMPTS, logged, trainable, trainer
@@ -258,6 +259,28 @@ def saving(place):
     return {"kept": kept, "final": trainable(run), "best": run.state.best_model_checkpoint}
 
 
+def watched(place):
+    """Groups of which each process has half; the reward of the fourth rollout is a loss by more than half."""
+
+    def reward(completions, trainer_state, **_):
+        return [(1, 2, 3, 1)[trainer_state.global_step] + 0.005 * (-1) ** i for i in range(len(completions))]
+
+    watch = OverOptimizationCallback("keep_best", baseline=2)
+    options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "output_dir": str(place / "out")}
+    run = make(place, rewards=reward, callbacks=[watch], **SPLIT_GROUPS, **options)
+    kept, save = {}, run._save_checkpoint
+
+    def keep_and_save(*args):
+        kept[run.state.global_step] = trainable(run)
+        save(*args)
+
+    run._save_checkpoint = keep_and_save
+    run.train()
+    seen = watch.state_dict(run.state.global_step)
+    best = (run.state.best_global_step, run.state.best_model_checkpoint)
+    return {**seen, "best": best, "kept": kept, "final": trainable(run)}
+
+
 def nan_on_one(place):
     """A loss that is not finite on one process ends the run on it, and the launcher ends the other."""
     run = make(place)
@@ -308,6 +331,7 @@ SCENARIOS = {
         failing_rewards,
         slow_reward,
         saving,
+        watched,
         nan_on_one,
         endless,
         other_number_of_processes,

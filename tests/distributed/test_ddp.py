@@ -30,6 +30,7 @@ TOGETHER = (
     "failing_rewards",
     "slow_reward",
     "saving",
+    "watched",
 )
 
 
@@ -157,6 +158,27 @@ def test_the_best_checkpoint_is_kept_and_loaded_by_all(two):
         assert result["best"] == first["best"]
     folders = sorted(path.name for path in (two.folder / "saving" / "out").glob("*checkpoint*"))
     assert folders == ["checkpoint-2"]
+
+
+def test_two_processes_see_what_one_sees_and_keep_the_same_checkpoint(two, tmp_path):
+    first, second = two.results("watched")
+    assert {name: first[name] for name in ("history", "alarms", "best")} == {
+        name: second[name] for name in ("history", "alarms", "best")
+    }
+    alone = ddp.watched(tmp_path)
+    assert alone["alarms"] == first["alarms"] == [(4, "the reward is 1 at step 4, 67% below the one before, 3.")]
+    assert alone["best"][0] == first["best"][0] == 2
+    assert {*alone["history"]} == {"entropy", "saturation", "jpeg_kilobytes", "diversity", "reward"}
+    for name, found in alone["history"].items():
+        for ours, theirs in zip(first["history"][name], found, strict=True):  # (step, mean, standard error)
+            assert ours[0] == theirs[0]
+            assert ours[1] == pytest.approx(theirs[1], rel=2e-3), name  # a pixel may be rounded the other way
+            assert ours[2] == pytest.approx(theirs[2], rel=2e-2, abs=1e-6), name
+    for result in (first, second, alone):
+        assert same(result["final"], result["kept"][2])
+        assert not same(result["kept"][2], result["kept"][4])
+    folders = sorted(path.name for path in (two.folder / "watched" / "out").glob("checkpoint-*"))
+    assert folders == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_a_nan_on_one_process_ends_all(tmp_path):
