@@ -70,8 +70,10 @@ def vlm(tokenizer):
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, std=0.15 if "lm_head" in name else 0.1)
-        # Both answers are among the likeliest tokens, as those of a model that was trained are.
-        model.lm_head.weight[tokenizer.convert_tokens_to_ids(list(ANSWERS))] *= 3
+        # Both answers are likely ones, as those of a model that was trained are: they lie along the last token of the
+        # chat template, which the residual stream still has.
+        last = model.get_input_embeddings().weight[tokenizer("\n").input_ids[0]]
+        model.lm_head.weight[tokenizer.convert_tokens_to_ids(list(ANSWERS))] += 3 * last / last.norm()
     return model
 
 

@@ -4,7 +4,6 @@
 import asyncio
 import os
 import time
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +79,7 @@ class Endpoint:
         self.settings = settings
         self.has_answered = False
         self._model = settings.model
-        self._connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._connections: dict[asyncio.AbstractEventLoop, _Connection] = {}
 
     @property
     def url(self) -> str:
@@ -227,14 +224,18 @@ class Endpoint:
     def _connection(self) -> _Connection:
         loop = asyncio.get_running_loop()
         if loop not in self._connections:
-            settings = self.settings
-            client = import_openai().AsyncOpenAI(
+            openai, settings = import_openai(), self.settings
+            client = openai.AsyncOpenAI(
                 base_url=self.url,
                 api_key=settings.api_key or os.environ.get("OPENAI_API_KEY") or "none",  # which `vllm serve` takes
                 timeout=settings.timeout,
                 max_retries=settings.max_retries,
+                # The usual one closes itself when it is collected, on whatever loop runs then, which fails.
+                http_client=openai.DefaultAsyncHttpxClient(timeout=settings.timeout),
             )
-            self._connections[loop] = _Connection(client, asyncio.Semaphore(settings.concurrency), asyncio.Lock())
+            made = _Connection(client, asyncio.Semaphore(settings.concurrency), asyncio.Lock())
+            others = {other: known for other, known in self._connections.items() if not other.is_closed()}
+            self._connections = {**others, loop: made}
         return self._connections[loop]
 
 
