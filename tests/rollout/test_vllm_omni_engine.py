@@ -32,7 +32,8 @@ OPTIONS = {
     "vllm_request_timeout": 20.0,
     "vllm_check_tolerance": None,
 }
-PARAMS = SamplingParams(4, 3.0, noise_level=0.5, sde_steps=(0, 1, 2), keep_steps=(0, 1), keep_clean=True)
+SMALL = MediaSize(32, 32)
+PARAMS = SamplingParams(3, size=SMALL, noise_level=0.5, sde_steps=(0, 1), keep_steps=(0, 1), keep_clean=True)
 
 
 def adapted(model, scale=0.0, **options):
@@ -108,11 +109,17 @@ def same(ours, theirs):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"guidance_scale": 1.0, "keep_steps": (), "sde_steps": (), "ode_solver": "dpmpp_2m"},
+        {"guidance_scale": 3.0, "num_inference_steps": 4, "sde_steps": (0, 1, 2)},
+        {"keep_steps": (), "sde_steps": (), "ode_solver": "dpmpp_2m"},
         {"keep_means": True, "keep_clean": False, "size": MediaSize(32, 64)},
         {"num_inference_steps": 6, "tail_ratio": 0.5, "decode": False},
-        {"sde_type": "cps", "log_prob_reduction": "sum", "keep_steps": (0, 2)},
+        {
+            "sde_type": "cps",
+            "log_prob_reduction": "sum",
+            "sde_steps": (0, 1, 2),
+            "num_inference_steps": 4,
+            "keep_steps": (0, 2),
+        },
     ],
     ids=["all", "ode", "size", "tail", "cps"],
 )
@@ -137,20 +144,22 @@ def test_a_negative_prompt_and_a_shared_start_arrive(base, made):
     engine, asked = made(adapted(base), LocalService(base)), requests(negative_prompt="blurry")
     engine.update_weights(0)
     asked = [replace(request, start_seed=9) for request in asked]
-    for one, other in zip(run(engine, asked=asked), run(LocalEngine(base, batch_size=1), asked=asked), strict=True):
+    params = replace(PARAMS, guidance_scale=3.0)
+    ours, theirs = run(engine, params, asked), run(LocalEngine(base, batch_size=1), params, asked)
+    for one, other in zip(ours, theirs, strict=True):
         same(one, other)
 
 
 def test_a_shared_prefix_gives_the_same_and_counts_what_is_computed(base, made):
     """A server has no prefix to share, so each of its samples has all of the steps."""
-    params = replace(PARAMS, sde_steps=(2,), keep_steps=(2,), shared_prefix=True)
+    params = replace(PARAMS, sde_steps=(1,), keep_steps=(1,), guidance_scale=3.0, shared_prefix=True)
     asked = [replace(request, start_seed=request.group_id) for request in requests()]
     engine, local = made(adapted(base), LocalService(base)), LocalEngine(base, batch_size=1)
     engine.update_weights(0)
     for one, other in zip(run(engine, params, asked), run(local, params, asked), strict=True):
         same(one, other)
-    assert engine.forwards == 4 * 4 * 2
-    assert local.forwards == (2 * 2 + 4 * 2) * 2
+    assert engine.forwards == 4 * 3 * 2
+    assert local.forwards == (2 * 1 + 4 * 2) * 2
 
 
 def test_states_are_held_once(base, made):
@@ -208,7 +217,7 @@ def test_weights_follow_updates_and_averages_of_one_step(base, made):
     """Evaluation puts other weights in place at the same step, and the server must not take them for the same."""
     model = adapted(base)
     engine, local = made(model, LocalService(base)), LocalEngine(model, batch_size=1)
-    for scale in (0.0, 0.2, 0.0, 0.1):
+    for scale in (0.0, 0.2, 0.0):
         set_b(model, scale)
         assert engine.update_weights(3).version == 3
         for one, other in zip(run(engine), run(local), strict=True):
@@ -305,11 +314,11 @@ class Wrong(LocalService):
         (lambda t, m, table, v: (t, m, table, v - 1), "a sample came from the weights"),
         (
             lambda t, m, table, v: (t, m, table._replace(sigmas=table.sigmas.nextafter(torch.zeros(()))), v),
-            "4 steps of other noise levels",
+            "3 steps of other noise levels",
         ),
         (
             lambda t, m, table, v: ({**t, "latents": t["latents"][:1]}, m, table, v),
-            r"latents of shape \(1, 4, 16, 16\)",
+            r"latents of shape \(1, 4, 8, 8\)",
         ),
         (lambda t, m, table, v: ({**t, "log_probs": t["log_probs"] * float("nan")}, m, table, v), "are not finite"),
         (lambda t, m, table, v: ({**t, "latents": t["latents"].half()}, m, table, v), "in torch.float16"),
