@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward servers for tests: in a thread of this process, as a command, and one that answers as a script says."""
+"""Reward servers for tests: in a thread, as a command, and one that answers as a script says; what is sent there."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -12,7 +13,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import uvicorn
+from PIL import Image
 
 from omnitrl.rewards import reward_app
 
@@ -126,3 +129,27 @@ def response(status, body, *headers, length=None):
     body = body.encode() if isinstance(body, str) else body
     head = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body) if length is None else length}", *headers]
     return "\r\n".join([*head, "", ""]).encode() + body
+
+
+def noise(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def pictures(count):
+    return [Image.fromarray(noise(6 + i, 9, 3, seed=i)) for i in range(count)]
+
+
+def mean(completions, **kwargs):
+    return [float(np.asarray(medium, dtype=np.float64).mean()) for medium in completions]
+
+
+def ask(remote, **arguments):
+    """One call without a runner; a new event loop each time."""
+
+    async def call():
+        try:
+            return await remote(**arguments)
+        finally:
+            await remote.aclose()
+
+    return asyncio.run(call())
