@@ -357,7 +357,7 @@ def test_a_full_server_says_when_to_ask_again():
         first = post(url, 1, "first")
         assert gate.entered.wait(20)
         with pytest.raises(RewardUnavailable, match="status 503, 1 requests are being served or wait") as caught:
-            ask(RemoteReward(url), prompts=["a"], completions=pictures(1), level=[1])
+            ask(RemoteReward(url, timeout=0.5), prompts=["a"], completions=pictures(1), level=[1])
         assert caught.value.retry_after == 1.0
         gate.open.set()
         first[0].join(20)
@@ -366,8 +366,9 @@ def test_a_full_server_says_when_to_ask_again():
 
 
 def test_a_full_server_is_waited_for():
+    """With no patience for servers that are away, and no further attempts: a full one is neither away nor broken."""
     gate = Gate()
-    with serving(gate, max_requests=1) as url, RewardRunner(url, max_wait=20, retry_wait=0.05) as runner:
+    with serving(gate, max_requests=1) as url, RewardRunner(url, max_wait=0, max_retries=0) as runner:
         first = post(url, 1, "first")
         assert gate.entered.wait(20)
         runner.submit([{"prompt": "a", "level": 2}], pictures(1))

@@ -19,7 +19,7 @@ from omnitrl.errors import InputError
 from omnitrl.rewards.contract import RUNNER_ARGUMENTS, RewardError, RewardUnavailable
 from omnitrl.rewards.results import Answer
 
-from .wire import Request, ServerInfo, checked_token, pack_request, unpack_answer
+from .wire import FULL_HEADER, Request, ServerInfo, checked_token, pack_request, unpack_answer
 
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class RemoteReward:
     same columns are sent, a groupwise reward gets whole groups, and latents are not decoded for a reward of latents.
     Videos, sounds, pictures and tensors arrive as they are, bit for bit; of `trainer_state` its numbers do.
 
-    A server that is away (nobody answers, the connection breaks, it is full) raises [`RewardUnavailable`], for which
-    the trainer waits. What the server refuses raises [`RewardError`], which ends the run. An exception of the reward
+    A server that is away (nobody answers, the connection breaks) raises [`RewardUnavailable`], for which the trainer
+    waits. What the server refuses raises [`RewardError`], which ends the run. An exception of the reward
     itself is one here: it is retried, and the rows are missing if that does not help.
 
     Args:
@@ -61,7 +61,7 @@ class RemoteReward:
         token (`str`, *optional*):
             The server's token; by default the environment variable `OMNITRL_REWARD_TOKEN`, if there is one.
         timeout (`float`, defaults to `600.0`):
-            Seconds that the server may take for one call.
+            Seconds that the server may take for one call, or be full.
         max_concurrency (`int`, defaults to `8`):
             Calls at the same time.
         retries (`int`, defaults to `2`):
@@ -149,21 +149,30 @@ class RemoteReward:
             await link.client.aclose()
 
     async def _post(self, body: bytes) -> httpx.Response:
-        link = self._link()
-        attempt = 0
+        """The answer to a request; a server that is full is asked again until the time-out."""
+        link, end = self._link(), time.monotonic() + self._timeout
         async with link.turns:
             while True:
-                try:
-                    return await link.client.post(f"{self.url}/score", content=body)
-                except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
-                    raise TimeoutError(
-                        f"the reward server at {self.url} gave no answer within timeout={self._timeout} s"
-                    ) from error
-                except httpx.TransportError as error:
-                    if attempt == self._retries:
-                        raise RewardUnavailable(self._away(f"{type(error).__name__}: {error}")) from error
-                attempt += 1
+                response = await self._post_once(link.client, body)
+                pause = _retry_after(response) if response.headers.get(FULL_HEADER) else None
+                if pause is None or time.monotonic() + pause > end:
+                    return response
+                await asyncio.sleep(pause)
+
+    async def _post_once(self, client: httpx.AsyncClient, body: bytes) -> httpx.Response:
+        """The answer to a request, with further attempts after a connection that could not be made or broke."""
+        for attempt in range(self._retries + 1):
+            if attempt:
                 await asyncio.sleep(0.1 * 2 ** (attempt - 1))
+            try:
+                return await client.post(f"{self.url}/score", content=body)
+            except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+                raise TimeoutError(
+                    f"the reward server at {self.url} gave no answer within timeout={self._timeout} s"
+                ) from error
+            except httpx.TransportError as error:
+                broken = error
+        raise RewardUnavailable(self._away(f"{type(broken).__name__}: {broken}")) from broken
 
     async def _read(self, response: httpx.Response, rows: int) -> Answer:
         self._check_status(response)
@@ -213,7 +222,7 @@ class RemoteReward:
         pause = 0.25
         while True:
             try:
-                response = httpx.get(f"{self.url}/info", **self._options)
+                response = httpx.get(f"{self.url}/info", **{**self._options, "timeout": 10.0})
                 self._check_status(response)
                 return ServerInfo.from_json(response.json())
             except (httpx.TransportError, RewardUnavailable) as error:

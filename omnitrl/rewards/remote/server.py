@@ -23,7 +23,7 @@ from omnitrl.rewards.contract import RewardError, RewardFunc, RewardUnavailable
 from omnitrl.rewards.results import Answer
 
 from .service import RewardService, ServiceFull
-from .wire import Request, checked_token, pack_answer, unpack_request
+from .wire import FULL_HEADER, Request, checked_token, pack_answer, unpack_request
 
 
 logger = logging.getLogger("omnitrl.rewards.remote")
@@ -231,7 +231,9 @@ def _error_response(error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return _error(_GONE, "the client has gone.")
     if isinstance(error, ServiceFull):
-        return _error(503, str(error), _RETRY_SECONDS)
+        response = _error(503, str(error), _RETRY_SECONDS)
+        response.headers[FULL_HEADER] = "1"
+        return response
     if isinstance(error, RewardUnavailable):
         return _error(503, str(error), error.retry_after)
     if isinstance(error, RewardError | ImportError):

@@ -40,6 +40,9 @@ from omnitrl.rewards.traits import RewardTraits
 PROTOCOL = 1
 """Raised whenever a message changes in a way that an older side would misread."""
 
+FULL_HEADER = "X-Reward-Server-Full"
+"""Tells a server that is full, and will have room when it has worked, from one that cannot work."""
+
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 _PLAIN = (str, int, bool, type(None))
 # Those of numpy that a number in JSON gives back bit for bit.
