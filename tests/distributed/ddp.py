@@ -9,9 +9,11 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from omnitrl import OverOptimizationCallback
+from omnitrl.errors import InputError
+from omnitrl.rewards import groupwise
 from tests.distributed.launch import main
 from tests.tiny import CHECKPOINTS
-from tests.trainer.helpers import PROMPTS, logged, trainable, trainer
+from tests.trainer.helpers import PROMPTS, brightness, logged, trainable, trainer
 
 
 RANK = int(os.environ.get("RANK", 0))
@@ -281,6 +283,37 @@ def watched(place):
     return {**seen, "best": best, "kept": kept, "final": trainable(run)}
 
 
+def compared(place):
+    """A reward that compares the members of a group; each process has whole groups, in evaluation too."""
+    calls = []
+
+    @groupwise
+    def places(prompts, completions):
+        calls.append(list(prompts))
+        values = brightness(prompts, completions)
+        return [float(sorted(values).index(value)) for value in values]
+
+    run = make(place, rewards=[places, brightness], num_generations_eval=2, **WHOLE_GROUPS)
+    metrics = run.evaluate(PROMPTS[:3])
+    evaluated = calls[:]
+    run.train()
+    calls = [calls, evaluated]
+    return {"weights": trainable(run), "metrics": metrics, "calls": calls, "rewards": logged(run, "reward")}
+
+
+def split_compared(place):
+    """The same of groups that lie on both processes, which is refused before anything is made."""
+    try:
+        make(place, rewards=groupwise(brightness_again), **SPLIT_GROUPS)
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def brightness_again(prompts, completions):
+    return brightness(prompts, completions)
+
+
 def nan_on_one(place):
     """A loss that is not finite on one process ends the run on it, and the launcher ends the other."""
     run = make(place)
@@ -332,6 +365,8 @@ SCENARIOS = {
         slow_reward,
         saving,
         watched,
+        compared,
+        split_compared,
         nan_on_one,
         endless,
         other_number_of_processes,

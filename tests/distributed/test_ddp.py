@@ -31,6 +31,8 @@ TOGETHER = (
     "slow_reward",
     "saving",
     "watched",
+    "compared",
+    "split_compared",
 )
 
 
@@ -212,3 +214,27 @@ def test_another_number_of_processes_is_refused(tmp_path):
         assert kind == "RunError"
         assert "another number of processes than 2" in message
     assert not list((tmp_path / "other_number_of_processes").rglob("checkpoint-*"))
+
+
+def test_a_reward_that_compares_the_members_of_a_group(two, tmp_path):
+    first, second = two.results("compared")
+    alone = ddp.SCENARIOS["compared"](tmp_path)
+    assert same(first["weights"], second["weights"])
+    assert distance(alone["weights"], first["weights"]) < 1e-5
+    assert first["rewards"] == second["rewards"] == pytest.approx(alone["rewards"], rel=1e-5)
+    for result in (first, second, alone):
+        for name in ("eval_reward", "eval_rewards/places/mean", "eval_rewards/brightness/mean"):
+            assert result["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-5)
+        training, evaluation = result["calls"]
+        assert all(len(set(prompts)) == 1 for prompts in training + evaluation)
+        assert {len(prompts) for prompts in evaluation} == {2}
+        assert {len(prompts) for prompts in training[len(evaluation) :]} == {4}
+    # Three prompts on two processes: the second repeats one to stay in step.
+    assert [len(result["calls"][1]) for result in (first, second, alone)] == [2, 2, 3]
+
+
+def test_a_group_on_two_processes_is_refused_for_such_a_reward(two):
+    first, second = two.results("split_compared")
+    assert first == second
+    assert "'brightness_again' compares the members of a group" in first
+    assert "is 1 group(s) of 4 for 2 devices: use generation_batch_size=8." in first
