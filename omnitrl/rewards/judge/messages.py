@@ -95,7 +95,7 @@ class Pictures:
 
     Args:
         format (`str`):
-            `"png"`, which loses nothing, or `"jpeg"` of quality 95, which is some five times smaller.
+            `"png"`, which loses nothing, or `"jpeg"` of quality 95, which is several times smaller.
         max_side (`int`, *optional*):
             Longest side in pixels; larger images are made smaller. `None` sends them as they are.
         num_frames (`int`):
