@@ -4,7 +4,7 @@
 # dependencies = ["omnitrl[judge]"]
 # ///
 """
-Train a flow-matching model with Flow-GRPO (https://huggingface.co/papers/2505.05470), judged by a vision-language model.
+Train a flow-matching model with Flow-GRPO (https://huggingface.co/papers/2505.05470) and a vision-language judge.
 
 The judge is behind any endpoint that speaks OpenAI's API. This starts one, on a GPU of its own:
 
