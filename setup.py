@@ -56,7 +56,7 @@ EXTRAS = {
     "ocr": ["rapidocr-onnxruntime>=1.4,<2"],
     "serve": ["starlette>=0.47", "uvicorn>=0.34"],
     "trackers": ["tensorboard", "trackio", "wandb"],
-    "vllm": ["vllm>=0.22", "vllm-omni"],
+    "vllm": ["vllm==0.30.*", "vllm-omni==0.30.*"],  # the server's hooks know the insides of this version
     "docs": ["mkdocs>=1.6,<2"],
     "quality": ["mypy>=1.15", "pre-commit", "ruff>=0.9"],
     "test": ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],
