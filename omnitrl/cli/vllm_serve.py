@@ -76,6 +76,7 @@ def serve_command(options: argparse.Namespace, others: Sequence[str]) -> list[st
         *("--worker-extension-cls", f"{HOOKS}.extension.RolloutExtension"),
         *("--middleware", f"{HOOKS}.middleware.RolloutMiddleware"),
         *_batching_flags(options, family, pipeline_class, others),
+        *([] if "--log-stats" in map(_name, others) else ["--disable-log-stats"]),  # a table for each sample
         *others,
     ]
 

@@ -37,6 +37,7 @@ class RolloutExtension(CustomPipelineWorkerExtension):
     lora_manager: Any
     od_config: Any
     _adapter = 0  # number of the adapter that is bound, 0 for none
+    _adapters = 0  # how many there were
     _arriving: dict[str, Any] | None = None
 
     # What is there
@@ -109,7 +110,7 @@ class RolloutExtension(CustomPipelineWorkerExtension):
 
     def _bind(self, loras: dict[Any, LoRALayerWeights]) -> None:
         """Makes these the adapter that is used; the old one stays if that fails."""
-        manager, number = self.lora_manager, self._adapter + 1
+        manager, number = self.lora_manager, self._adapters + 1
         rank = max(lora.rank for lora in loras.values())
         pattern = f"^(?:{'|'.join(re.escape(name) for name in loras)})$"
         manager._replace_layers_with_lora(SimpleNamespace(r=rank, target_modules=pattern))
@@ -121,7 +122,7 @@ class RolloutExtension(CustomPipelineWorkerExtension):
             manager.remove_adapter(number)
             raise
         manager.remove_adapter(self._adapter)
-        self._adapter = number
+        self._adapter = self._adapters = number
 
     def _places(self) -> set[str]:
         """Names of the modules that may take an adapter, those that native networks have fused included."""
@@ -137,6 +138,7 @@ class RolloutExtension(CustomPipelineWorkerExtension):
         """Takes the layers of adapters out, under whose names whole networks could not be loaded."""
         manager = self.lora_manager
         manager.remove_adapter(self._adapter)
+        self._adapter = 0
         for name, layer in manager._lora_modules.items():
             network, _, module = name.partition(".")
             replace_submodule(getattr(self.model_runner.pipeline, network), module, layer.base_layer)

@@ -199,6 +199,7 @@ class RolloutService:
     # Weights
 
     async def _adapter(self, body: bytes) -> bytes:
+        self._check_awake()
         head, tensors = _message(body)
         unfit = _unfit(head.get("config") or {})
         if unfit:
@@ -206,6 +207,7 @@ class RolloutService:
         return await self._take("rollout_adapter", head, tensors)
 
     async def _weights(self, body: bytes) -> bytes:
+        self._check_awake()
         head, tensors = _message(body)
         if self._facts["quantization"]:
             raise Refusal(
@@ -216,8 +218,8 @@ class RolloutService:
         return await self._take("rollout_weights", head, tensors)
 
     async def _take(self, method: str, head: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
-        self._check_awake()
         async with self._door.weights():
+            self._check_awake()
             try:
                 report = await self._rpc(method, head, tensors)
             finally:

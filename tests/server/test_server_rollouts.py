@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts of a real vLLM-Omni server, by hand over the wire: the trainer's model must agree with each of them."""
+
+import numpy as np
+import pytest
+import torch
+
+from omnitrl.rollout import LocalEngine
+from omnitrl.rollout.vllm_omni.wire import pack_request
+from tests.server.environment import needs_server
+from tests.server.rollouts import (
+    STARTED_WITH,
+    Client,
+    move_adapters,
+    params_of,
+    replayed,
+    trainer_model,
+    weights_of,
+    wire_request,
+)
+
+
+pytestmark = [pytest.mark.server, needs_server, pytest.mark.timeout(600)]
+
+# Rank and alpha such that a server that forgets or confuses either is found out.
+LORA = {"r": 4, "lora_alpha": 6}
+
+
+def pixels(media):
+    return np.asarray(getattr(media, "frames", media)).astype(int)
+
+
+def check(model, sample, params):
+    """The sample was scored by the policy that the trainer has, and its media are of its latents."""
+    assert sample.steps == params.keep_steps
+    assert torch.allclose(sample.log_probs, replayed(model, sample, params), rtol=0, atol=1e-5)
+    [media] = model.decode(sample.clean_latents[None], params.size)
+    assert pixels(media).shape == pixels(sample.media).shape
+    assert np.abs(pixels(media) - pixels(sample.media)).max() <= 1
+
+
+@pytest.mark.parametrize("family", ["sd3", "qwen-image", "flux", "wan-a14b"])
+def test_replayed_log_probs_are_those_of_the_server(server_of, family):
+    """With the weights that it was started with, and after each of three adapters."""
+    client, params = Client(server_of(family)), params_of(family)
+    model = trainer_model(family)
+    version = client.info()["weight_version"]
+    if version != STARTED_WITH:  # another test has been here
+        model.networks.requires_grad_(True)
+        client.give(model, version := version + 1)
+    before = client.sample(wire_request(model, params, 7, version))
+    check(model, before, params)
+    [[ours]] = LocalEngine(model).generate([before.request], params)
+    assert torch.allclose(ours.clean_latents, before.clean_latents, atol=5e-3)
+    model = trainer_model(family, **LORA)
+    for _ in range(3):
+        version += 1
+        move_adapters(model, seed=version)
+        client.give(model, version)
+        assert client.info()["weight_version"] == version
+        after = client.sample(wire_request(model, params, 7, version))
+        assert after.weight_version == version
+        check(model, after, params)
+        assert (after.clean_latents - before.clean_latents).abs().max() > 0.01
+        before = after
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"r": 4, "lora_alpha": 6, "use_rslora": True},
+        {"r": 2, "lora_alpha": 3, "rank_pattern": {"to_q": 5}, "alpha_pattern": {"to_k": 7}},
+        {"r": 3, "lora_alpha": 3, "target_modules": "transformer_blocks\\.0\\..*to_(v|out\\.0)"},
+    ],
+    ids=["rslora", "patterns", "some"],
+)
+def test_adapters_of_each_kind_are_scaled_and_placed_as_peft_does(server_of, lora):
+    client, params = Client(server_of("sd3")), params_of("sd3", steps=3)
+    model = trainer_model("sd3", **lora)
+    client.give(model, 20)
+    check(model, client.sample(wire_request(model, params, 3, 20)), params)
+
+
+@pytest.mark.parametrize("family", ["sd3", "qwen-image", "wan-a14b"])
+def test_whole_networks_replace_the_weights_and_their_adapters(server_of, family):
+    """Given back what it was started with, it makes the same samples again, bit for bit."""
+    client, params = Client(server_of(family)), params_of(family, steps=3)
+    adapted = trainer_model(family, **LORA)
+    client.give(adapted, 30)
+    model = trainer_model(family)
+    model.networks.requires_grad_(True)
+    client.give(model, 31)
+    before = client.sample(wire_request(model, params, 5, 31))
+    check(model, before, params)
+    generator = torch.Generator().manual_seed(0)
+    old = {net: {name: t.clone() for name, t in weights.items()} for net, weights in weights_of(model).items()}
+    with torch.no_grad():
+        for parameter in model.networks.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    client.give(model, 32)
+    after = client.sample(wire_request(model, params, 5, 32))
+    check(model, after, params)
+    assert (after.clean_latents - before.clean_latents).abs().max() > 0.01
+    client.give(model, 33, old)
+    again = client.sample(wire_request(model, params, 5, 33))
+    assert torch.equal(again.clean_latents, before.clean_latents)
+    assert torch.equal(again.log_probs, before.log_probs)
+
+
+@pytest.mark.parametrize("family", ["sd3", "qwen-image", "wan-a14b"])
+def test_samples_made_together_are_those_made_alone(server_of, family):
+    """Each has its own seed, prompt, steps, noise, window and guidance, never those of the first of a batch."""
+    client, model = Client(server_of(family)), trainer_model(family)
+    assert client.info()["max_num_seqs"] == 8
+    version = client.info()["weight_version"]
+    kinds = [
+        {},
+        {"noise_level": 0.3},
+        {"noise_level": 0.5, "sde_type": "cps", "keep_means": True},
+        {"sde_steps": (1,), "keep_steps": (1,), "ode_solver": "dpmpp_2m"},
+        {"sde_steps": (0, 2), "keep_steps": (2,), "log_prob_reduction": "sum"},
+        {"guidance_scale": 1.0},
+        {"guidance_scale": 2.5, "sde_type": "dance_sde", "noise_level": 0.2},
+        {"sde_steps": (), "keep_steps": ()},
+    ]
+    prompts = ["a cat", "two dogs that play in the rain", "a map of the world"]
+    requests = [
+        wire_request(model, params_of(family, steps, **kind), 100 + i, version, prompts[i % 3])
+        for steps in (4, 6)
+        for i, kind in enumerate(kinds)
+    ]
+    alone = [client.sample(request) for request in requests]
+    together = client.samples(requests)
+    for a, b in zip(alone, together, strict=True):
+        assert a.tensors().keys() == b.tensors().keys()
+        for name, tensor in a.tensors().items():
+            assert torch.allclose(tensor, b.tensors()[name], rtol=0, atol=2e-3), name
+        assert np.abs(pixels(a.media) - pixels(b.media)).max() <= 1
+    assert (
+        len({sample.media.tobytes() if family != "wan-a14b" else sample.media.frames.tobytes() for sample in alone})
+        == 16
+    )
+
+
+def test_a_server_sleeps_and_wakes(server_of):
+    client, model, params = Client(server_of("sd3")), trainer_model("sd3"), params_of("sd3", steps=3)
+    model.networks.requires_grad_(True)
+    client.give(model, 40)
+    request = wire_request(model, params, 1, 40)
+    before = client.sample(request)
+    assert client.post("sleep").json() == {}
+
+    for path, body in (("generate", pack_request(request)), ("weights", b"")):
+        status, kind, sentence = client.refusal(path, body)
+        assert (status, kind) == (400, "input")
+        assert "asleep: wake it first with POST /rollout/wake" in sentence
+    assert client.post("sleep").json() == client.post("wake").json() == client.post("wake").json() == {}
+    assert torch.equal(client.sample(request).clean_latents, before.clean_latents)
