@@ -33,8 +33,9 @@ class HPSv3Reward(LearnedReward):
     HPS v3: how people would rank the image for the prompt.
 
     A Qwen2-VL-7B that was trained on [HPD v3](https://huggingface.co/papers/2508.03789). It is shown the image and the
-    prompt, and a head reads a mean and a deviation off a token `<|Reward|>`; the mean is the reward. It has no bounds;
-    good images have about 8 to 14, bad ones may have negative values. verl-omni multiplies it by 0.1: `scale=0.1`.
+    prompt, and a head reads a mean and a deviation off a token `<|Reward|>`; the mean is the reward. It has no bounds:
+    the authors' benchmark has means of -0.24 (Stable Diffusion 2) to 10.55 (Kolors). verl-omni multiplies it by 0.1:
+    `scale=0.1`.
 
     Pictures are resized (bicubic) to about 200,704 pixels in multiples of 28 that keep their shape, 448×448 for a
     square. The network runs in bfloat16 and its head in float32, as the original.
