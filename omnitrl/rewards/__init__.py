@@ -6,7 +6,7 @@ A reward is called with keyword arguments only:
 | keyword | value |
 |---|---|
 | `prompts` | `list[str]`, one per row |
-| `completions` | `list` of what was generated: PIL images, or `uint8` arrays `(T, H, W, C)` for video |
+| `completions` | `list` of what was generated: PIL images, [`~omnitrl.media.Video`], [`~omnitrl.media.Audio`], latents |
 | each other dataset column | `list`, one value per row |
 | `trainer_state` | `transformers.TrainerState` or `None` |
 | `log_metric(name, value)` | records a number; the mean over the calls is logged |
@@ -17,9 +17,10 @@ apply to the row. An exception, a time-out, NaN or infinity means that it failed
 the row; neither is ever taken for 0.
 
 A reward is a function, an `async` function, an object with `__call__` (or `async __call__`), an `nn.Module`, the name
-of a built-in reward, a dotted path `package.module:function`, or the URL of a reward server. It is given those of the
-keywords above that its signature accepts: all of them if it takes `**kwargs`. It runs in a background thread, without
-gradients.
+of a built-in reward, a dotted path `package.module:function`, the Hub id of a reward model, or the URL of a reward
+server. It is given those of the keywords above that its signature accepts: all of them if it takes `**kwargs`. It runs in
+a background thread, without gradients. Its [`RewardTraits`] say whether it wants to be called otherwise: for certain
+media, with whole groups, in batches, in a process of its own.
 
 Example:
 

@@ -56,8 +56,8 @@ def get_reward(spec: "str | RewardFunc") -> RewardFunc:
     Args:
         spec (`str` or `Callable`):
             A callable is returned as it is. A string is the name of a built-in reward (see [`BUILTIN_REWARDS`]), a
-            dotted path, `package.module:function` or `package.module.function`, or the URL of a reward server, which
-            must be running (see [`RemoteReward`]).
+            dotted path, `package.module:function` or `package.module.function`, the Hub id of a reward model (see
+            [`reward_from_hub`]), or the URL of a reward server, which must be running (see [`RemoteReward`]).
 
     Returns:
         `Callable`: the reward.
