@@ -128,7 +128,10 @@ class BaseConfig(TrainingArguments):
     )
     vllm_mode: str = field(
         default="server",
-        metadata={"help": "vLLM-Omni in a 'server' that `omnitrl vllm-serve` started, or 'colocate' in this process."},
+        metadata={
+            "help": "Where vLLM-Omni runs: in a 'server' that `omnitrl vllm-serve` started, or 'colocate', in this "
+            "process."
+        },
     )
     vllm_server_base_url: list[str] | None = field(
         default=None,
