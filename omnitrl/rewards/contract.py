@@ -107,16 +107,18 @@ class Reward:
 
     def move(self, device: str | torch.device) -> None:
         """
-        Moves a reward that is a model, or has a method `to` as models do; any other stays as it is.
+        Moves a reward that is a model or has a method `to` as models do, or sets its attribute `device`, which says
+        where it will be loaded; any other stays as it is.
 
         Raises:
             [`~omnitrl.errors.InputError`]: there is no such device.
         """
-        move = getattr(self.function, "to", None)
-        if not callable(move):
-            return
+        model: Any = self.function
         try:
-            move(device)
+            if callable(getattr(model, "to", None)):
+                model.to(device)
+            elif hasattr(model, "device"):
+                model.device = torch.device(device)
         except (RuntimeError, AssertionError) as error:  # what PyTorch raises for a device that it has not
             raise InputError(
                 f"reward {self.name!r} cannot be moved to device={str(device)!r} ({error}): use 'cpu', or None to "

@@ -66,7 +66,8 @@ class RewardRunner:
         num_processes (`int`, *optional*, defaults to `1`):
             Processes of each reward that runs in processes of its own.
         device (`str` or `torch.device`, *optional*):
-            Where rewards that are models are moved; they stay where they are by default.
+            Where rewards that are models are moved, by their method `to` or their attribute `device`; they stay where
+            they are by default.
         final_weights (`list[float]`, *optional*):
             The weights that `weights` will become. A reward is watched only if it has weight 0 in both.
 

@@ -29,14 +29,17 @@ class RewardTraits:
             stands alone, `completions` are the clean latents, one float32 tensor a row, and nothing is decoded where
             all rewards are such.
         groupwise (`bool`):
-            Called once for each group, with all of its members at once.
+            Called once for each group, with all of its members at once but for those that could not be decoded.
         deterministic (`bool`):
-            The same media and columns always give the same value, so that a value may be kept and used again.
+            The same media and columns always give the same value, whatever else is in the call, so that a value may be
+            kept and used again (`reward_cache_size`).
         batch_size (`int`, *optional*):
-            Most rows of one call. Larger chunks are cut, and small ones that wait are joined.
+            Most rows of one call. Larger chunks are cut, and small ones that wait are joined; which ones meet depends
+            on how long others took.
         in_process (`bool`):
-            Called in processes of its own, for rewards of pure Python that would hold the interpreter's lock. The
-            reward must be importable by name, and its arguments and answers are pickled between the processes.
+            Called in processes of its own (`reward_num_processes`), for rewards of pure Python that would hold the
+            interpreter's lock; one that takes longer than the time-out is killed. The reward must be importable by
+            name, and its arguments and answers are pickled between the processes.
     """
 
     media: tuple[str, ...] = ()

@@ -297,6 +297,13 @@ class Placed(nn.Module):
         return torch.full((len(prompts),), float(len(self.weight)))
 
 
+class Lazy:
+    device = None
+
+    def __call__(self, prompts):
+        return [0.0] * len(prompts)
+
+
 class Movable:
     device = None
 
@@ -308,12 +315,12 @@ class Movable:
 
 
 def test_models_are_moved_if_asked_to():
-    module, movable = Placed(), Movable()
+    module, movable, lazy = Placed(), Movable(), Lazy()
     with RewardRunner([module, movable, length]) as runner:
         score(runner, "a")
         assert (module.weight.device.type, movable.device) == ("cpu", None)
-    RewardRunner([module, movable, length], device="meta").close()
-    assert (module.weight.device.type, movable.device) == ("meta", "meta")
+    RewardRunner([module, movable, lazy, length], device="meta").close()
+    assert (module.weight.device.type, movable.device, lazy.device) == ("meta", "meta", torch.device("meta"))
     with pytest.raises(InputError, match=r"'Placed' cannot be moved to device='cuda:99' .*use 'cpu'"):
         RewardRunner(Placed(), device="cuda:99")
 
