@@ -35,6 +35,17 @@ PYTHONPATH=. accelerate launch --num_processes 8 examples/scripts/flow_grpo.py \
     --max_steps 500
 ```
 
+The same with samples from a vLLM-Omni server, on other devices or another machine; the first line is for that one:
+
+```bash
+omnitrl vllm-serve stabilityai/stable-diffusion-3.5-medium --port 8000
+accelerate launch --num_processes 4 examples/scripts/flow_grpo.py \
+    --config examples/scripts/recipes/sd35_ocr.yaml \
+    --dataset train_prompts.txt \
+    --rollout_engine vllm_omni \
+    --vllm_server_base_url http://localhost:8000
+```
+
 Options on the command line win over those of the file. `--resume` goes on from the last checkpoint in `output_dir`.
 """
 
