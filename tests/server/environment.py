@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_COLOR": "0",
+    "VLLM_SERVER_DEV_MODE": "1",  # for calls of the workers
 }
 
 
@@ -54,15 +55,17 @@ class Server:
         command (`list[str]`): What is run in the servers' environment: arguments of its Python; `{port}` is replaced.
         log (`Path`): Where its output goes.
         variables (`dict`): Further environment variables.
+        start_seconds (`float`): How long it may take until it is healthy.
     """
 
-    def __init__(self, command, log, variables=None):
+    def __init__(self, command, log, variables=None, start_seconds=START_SECONDS):
         python = server_python()
         assert python is not None, "there is no environment for servers: `make test-server` builds it"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(log)
         self.process = None
+        self.start_seconds = start_seconds
         self._command = [str(python), *(part.format(port=self.port) for part in command)]
         self._variables = {**os.environ, **ENVIRONMENT, **(variables or {})}
 
@@ -78,7 +81,7 @@ class Server:
                 cwd=self.log.parent,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while not self.is_healthy():
             running = self.process.poll() is None
             if not running or time.monotonic() > deadline:

@@ -31,6 +31,7 @@ pytest.importorskip("openai", reason='needs `pip install "omnitrl[judge]"`')
 pytestmark = [
     pytest.mark.server,
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         server_python() is None, reason="needs the environment of vLLM, which `make test-server` builds"
     ),
@@ -57,7 +58,7 @@ def server(tiny):
     """
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny[0]), "--port", "{port}"]
     small = ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
-    one = ["--distributed-executor-backend", "uni"]  # process less to start
+    one = ["--distributed-executor-backend", "uni"]  # a process less to start
     limits = ["--max-model-len", str(MAX_LENGTH), "--limit-mm-per-prompt.image", "8"]
     schema = ["--structured-outputs-config.backend", "xgrammar"]
     schema += ["--structured-outputs-config.disable_any_whitespace", "true"]  # which this model never ends
@@ -66,6 +67,7 @@ def server(tiny):
         [*command, *small, *one, *limits, *schema, "--served-model-name", "tiny-vlm"],
         tiny[0] / "server.log",
         variables,
+        start_seconds=400,  # two processes, which import vLLM one after the other
     )
     try:
         yield server.start()

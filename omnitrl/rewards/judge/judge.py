@@ -230,5 +230,6 @@ async def _together(coroutines: Sequence[Any]) -> list[Any]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as errors:
-        raise sorted(errors.exceptions, key=lambda error: isinstance(error, RewardUnavailable))[0] from None
+        first = min(errors.exceptions, key=lambda error: isinstance(error, RewardUnavailable))
+        raise first from first.__cause__
     return [task.result() for task in tasks]

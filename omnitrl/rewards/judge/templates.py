@@ -67,7 +67,7 @@ class JudgeTemplate:
 
     Args:
         name (`str`, *optional*):
-            In metrics, columns and sentences; the template's own by default.
+            In metrics, columns and sentences; the template's own by default. Two judges of one run need two.
         system (`str`, *optional*):
             System message.
         source (`str`, *optional*):
