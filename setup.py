@@ -54,6 +54,8 @@ EXTRAS = {
     "deepspeed": ["deepspeed>=0.17"],
     "judge": ["openai>=1.60"],
     "ocr": ["rapidocr-onnxruntime>=1.4,<2"],
+    # torchvision: the video processors of Transformers need it
+    "omni": ["av>=12", "soundfile>=0.12", "soxr>=0.5", "torchvision>=0.21"],
     "serve": ["starlette>=0.47", "uvicorn>=0.34"],
     "trackers": ["tensorboard", "trackio", "wandb"],
     "vllm": ["vllm==0.30.*", "vllm-omni==0.30.*"],  # the server's hooks know the insides of this version
@@ -64,7 +66,7 @@ EXTRAS = {
 EXTRAS["dev"] = EXTRAS["test"] + EXTRAS["quality"] + EXTRAS["docs"]
 EXTRAS["all"] = [
     package
-    for extra in ("dev", "audio", "deepspeed", "judge", "ocr", "serve", "trackers", "vllm")
+    for extra in ("dev", "audio", "deepspeed", "judge", "ocr", "omni", "serve", "trackers", "vllm")
     for package in EXTRAS[extra]
 ]
 

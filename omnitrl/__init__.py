@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RL post-training of diffusion models: a trainer and a config for each algorithm, any Python callable as a reward.
+"""RL post-training of diffusion and omni-modality models: a trainer and a config for each, any callable as a reward.
 
 The names below are imported when they are first used (PEP 562), so that `import omnitrl` stays quick: it imports
 neither torch nor transformers.
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from omnitrl.trainer.flow_grpo_trainer import FlowGRPOTrainer
     from omnitrl.trainer.grpo_guard_config import GRPOGuardConfig
     from omnitrl.trainer.grpo_guard_trainer import GRPOGuardTrainer
+    from omnitrl.trainer.gspo_config import GSPOConfig
+    from omnitrl.trainer.gspo_trainer import GSPOTrainer
     from omnitrl.trainer.mix_grpo_config import MixGRPOConfig
     from omnitrl.trainer.mix_grpo_trainer import MixGRPOTrainer
     from omnitrl.trainer.online_diffusion_dpo_config import OnlineDiffusionDPOConfig
@@ -56,6 +58,8 @@ _LAZY = {
     "FlowModel": "omnitrl.models",
     "GRPOGuardConfig": "omnitrl.trainer.grpo_guard_config",
     "GRPOGuardTrainer": "omnitrl.trainer.grpo_guard_trainer",
+    "GSPOConfig": "omnitrl.trainer.gspo_config",
+    "GSPOTrainer": "omnitrl.trainer.gspo_trainer",
     "MixGRPOConfig": "omnitrl.trainer.mix_grpo_config",
     "MixGRPOTrainer": "omnitrl.trainer.mix_grpo_trainer",
     "OnlineDiffusionDPOConfig": "omnitrl.trainer.online_diffusion_dpo_config",
@@ -86,6 +90,8 @@ __all__ = [
     "FlowModel",
     "GRPOGuardConfig",
     "GRPOGuardTrainer",
+    "GSPOConfig",
+    "GSPOTrainer",
     "MixGRPOConfig",
     "MixGRPOTrainer",
     "OnlineDiffusionDPOConfig",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names: what is imported lazily, what static checkers are told, and what `TRAINERS` lists are the same."""
+"""Public names: what is imported lazily, what static checkers are told and what registries list are the same."""
 
 import ast
 from importlib import import_module
@@ -10,7 +10,7 @@ import pytest
 import omnitrl
 import omnitrl.trainer
 from omnitrl.errors import InputError
-from omnitrl.trainer import TRAINERS, get_trainer
+from omnitrl.trainer import ALL_TRAINERS, OMNI_TRAINERS, TRAINERS, get_trainer
 
 
 LAZY_PACKAGES = ["omnitrl", "omnitrl.trainer"]
@@ -38,14 +38,15 @@ def test_lazy_names_are_public(name):
 
 
 def test_the_trainers_of_the_package_are_those_that_are_listed():
-    trainers = set(TRAINERS.values())
-    configs = {get_trainer(name).config_class.__name__ for name in TRAINERS}
+    assert set(TRAINERS).isdisjoint(OMNI_TRAINERS)
+    trainers = set(ALL_TRAINERS.values())
+    configs = {get_trainer(name).config_class.__name__ for name in ALL_TRAINERS}
     assert {name for name in omnitrl.__all__ if name.endswith(("Trainer", "Config"))} == trainers | configs
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", ALL_TRAINERS)
 def test_an_algorithm_is_a_class_and_its_config(algorithm):
-    name = TRAINERS[algorithm]
+    name = ALL_TRAINERS[algorithm]
     trainer_class = get_trainer(algorithm)
     config_class = trainer_class.config_class
     assert (trainer_class.__name__, config_class.__name__) == (name, name.removesuffix("Trainer") + "Config")
@@ -55,10 +56,10 @@ def test_an_algorithm_is_a_class_and_its_config(algorithm):
     assert config_class.__module__ == f"omnitrl.trainer.{algorithm}_config"
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", ALL_TRAINERS)
 def test_a_trainer_says_what_it_is_called_and_whose_it_is(algorithm):
     trainer_class = get_trainer(algorithm)
-    assert trainer_class._name == TRAINERS[algorithm].removesuffix("Trainer")
+    assert trainer_class._name == ALL_TRAINERS[algorithm].removesuffix("Trainer")
     assert trainer_class._tag_names[0] == "omnitrl"
     paper = trainer_class._paper
     assert set(paper) == {"title", "id", "citation"}

@@ -56,7 +56,7 @@ def test_the_readme_names_what_there_is():
     from omnitrl.algorithms import SDE_TYPES
     from omnitrl.rewards import BUILTIN_REWARDS
     from omnitrl.rollout import ENGINES
-    from omnitrl.trainer import TRAINERS
+    from omnitrl.trainer import ALL_TRAINERS
 
     there = README.split("## What there is")[1].split("\n## ")[0]
     row = {line.split("|")[1].strip(): line for line in there.splitlines() if line.startswith("|")}
@@ -64,4 +64,4 @@ def test_the_readme_names_what_there_is():
     assert named["rewards"] == set(BUILTIN_REWARDS)
     assert named["rollouts"] == set(ENGINES)
     assert named["transitions"] == set(SDE_TYPES) - {"ode"}
-    assert named["trainers"] == set(TRAINERS.values())
+    assert named["trainers"] == set(ALL_TRAINERS.values())

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # names that static checkers see; a test holds them to those 
     from omnitrl.trainer.flow_grpo_trainer import FlowGRPOTrainer as FlowGRPOTrainer
     from omnitrl.trainer.grpo_guard_config import GRPOGuardConfig as GRPOGuardConfig
     from omnitrl.trainer.grpo_guard_trainer import GRPOGuardTrainer as GRPOGuardTrainer
+    from omnitrl.trainer.gspo_config import GSPOConfig as GSPOConfig
+    from omnitrl.trainer.gspo_trainer import GSPOTrainer as GSPOTrainer
     from omnitrl.trainer.matching_config import MatchingConfig as MatchingConfig
     from omnitrl.trainer.matching_trainer import AveragingTrainer as AveragingTrainer
     from omnitrl.trainer.matching_trainer import MatchingTrainer as MatchingTrainer
@@ -60,6 +62,13 @@ TRAINERS: dict[str, str] = {
 }
 """Name on the command line → class. Tests run over these, so that a new trainer is tested by being listed."""
 
+OMNI_TRAINERS: dict[str, str] = {
+    "gspo": "GSPOTrainer",
+}
+"""The same of trainers whose models write text; they are built on those of TRL."""
+
+ALL_TRAINERS: dict[str, str] = {**TRAINERS, **OMNI_TRAINERS}
+
 # The classes of an algorithm `x` are in `x_trainer.py` and `x_config.py`.
 _LAZY: dict[str, str] = {
     "BaseConfig": "base_config",
@@ -76,20 +85,20 @@ _LAZY: dict[str, str] = {
     "MatchingTrainer": "matching_trainer",
     "AveragingTrainer": "matching_trainer",
     "OverOptimizationCallback": "over_optimization",
-    **{trainer: f"{name}_trainer" for name, trainer in TRAINERS.items()},
-    **{trainer.removesuffix("Trainer") + "Config": f"{name}_config" for name, trainer in TRAINERS.items()},
+    **{trainer: f"{name}_trainer" for name, trainer in ALL_TRAINERS.items()},
+    **{trainer.removesuffix("Trainer") + "Config": f"{name}_config" for name, trainer in ALL_TRAINERS.items()},
 }
 
-__all__ = ["TRAINERS", "get_trainer", *_LAZY]
+__all__ = ["ALL_TRAINERS", "OMNI_TRAINERS", "TRAINERS", "get_trainer", *_LAZY]
 
 
-def get_trainer(name: str) -> type["SamplingTrainer"]:
+def get_trainer(name: str) -> Any:
     """
     The trainer class of an algorithm.
 
     Args:
         name (`str`):
-            A key of `TRAINERS`.
+            A key of `TRAINERS` or `OMNI_TRAINERS`.
 
     Raises:
         [`~omnitrl.errors.InputError`]: there is none of that name; the message lists them.
@@ -101,9 +110,11 @@ def get_trainer(name: str) -> type["SamplingTrainer"]:
     'FlowGRPOTrainer'
     ```
     """
-    if name not in TRAINERS:
-        raise InputError(f"There is no algorithm {name!r}, but {', '.join(TRAINERS)}.{did_you_mean(name, TRAINERS)}")
-    return __getattr__(TRAINERS[name])
+    if name not in ALL_TRAINERS:
+        raise InputError(
+            f"There is no algorithm {name!r}, but {', '.join(ALL_TRAINERS)}.{did_you_mean(name, ALL_TRAINERS)}"
+        )
+    return __getattr__(ALL_TRAINERS[name])
 
 
 def __getattr__(name: str) -> Any:

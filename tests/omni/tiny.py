@@ -12,6 +12,8 @@ from transformers import (
     BatchFeature,
     Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeForConditionalGeneration,
     Qwen3OmniMoeProcessor,
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
@@ -195,3 +197,45 @@ def livened(model, seed=0):
 def thinker(seed=0, **text):
     """A Thinker of 60 thousand parameters."""
     return livened(Qwen3OmniMoeThinkerForConditionalGeneration(thinker_config(**text)), seed)
+
+
+def full_config(**thinker_text):
+    """Qwen3-Omni with everything: the Thinker, and the Talker and Code2Wav that no trainer wants."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    talker = {**small, "vocab_size": 64, "head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1}
+    talker |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    talker["rope_parameters"] = {**rope, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    return Qwen3OmniMoeConfig(
+        thinker_config=thinker_config(**thinker_text).to_dict(),
+        talker_config={
+            "text_config": talker,
+            "code_predictor_config": {**small, "vocab_size": 64, "head_dim": 16, "num_code_groups": 4},
+            "num_code_groups": 4,
+            "thinker_hidden_size": 32,
+            "accept_hidden_layer": 1,
+            "spatial_merge_size": MERGE,
+        },
+        code2wav_config={
+            **small,
+            "num_key_value_heads": 2,
+            "codebook_size": 64,
+            "num_quantizers": 4,
+            "upsample_rates": [2],
+            "upsampling_ratios": [2],
+            "decoder_dim": 32,
+        },
+    )
+
+
+def save_full(folder, seed=0, **options):
+    """Writes a checkpoint as it is published, and returns its Thinker."""
+    model = livened(Qwen3OmniMoeForConditionalGeneration(full_config()), seed)
+    model.save_pretrained(folder, **options)
+    return model.thinker
