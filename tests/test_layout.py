@@ -2,6 +2,7 @@
 """The laws of the code that a program can check: who imports whom, where devices are named, how long things are."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def part_of(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def tree_of(path):
     return ast.parse(path.read_text("utf-8"), filename=str(path))
 

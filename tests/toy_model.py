@@ -129,9 +129,12 @@ def _fitted(follows_prompts):
 
 def toy_model(follows_prompts=False):
     """A model whose prompts have no effect, or do what is asked; fitted once a process, and copied."""
-    network = copy.deepcopy(_fitted(follows_prompts))
-    pipeline = SimpleNamespace(network=network, components={"network": network}, config={})
-    return ToyModel(pipeline)
+    return model_of(copy.deepcopy(_fitted(follows_prompts)))
+
+
+def model_of(network, family=ToyModel):
+    """A model of a network, fitted or not."""
+    return family(SimpleNamespace(network=network, components={"network": network}, config={}))
 
 
 def toy_pairs(prompt, count=512):

@@ -15,7 +15,7 @@ from omnitrl.trainer import TRAINERS
 
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = ("learning", "rollout_overhead", "train_overhead", "whole_step", "memory", "saved_work")
+NAMES = ("learning", "rollout_overhead", "train_overhead", "whole_step", "memory", "saved_work", "reward_overlap")
 FAMILIES = ("sd3", "qwen_image", "wan")
 PAIR = ("without", "with")
 
@@ -196,3 +196,27 @@ def test_the_page_on_learning_has_the_table_that_is_printed(monkeypatch):
         assert [(r["control"], r["seed"]) for r in runs] == [(False, 1), (False, 2), (False, 3), (True, 1)]
     for row in (header, *rows):
         assert ("| " + " | ".join(row) + " |").replace("|  |", "| |") in page, row
+
+
+@pytest.mark.slow
+def test_a_slow_reward_is_added_in_the_loop_and_hidden_beside_it(tmp_path):
+    content = run("reward_overlap", tmp_path)
+    check_numbers(content)
+    assert [result["kind"] for result in content["results"]] == ["function", "async function"]
+    for result in content["results"]:
+        assert [row["share"] for row in result["rows"]] == [0.1, 1.0]
+        assert result["seconds_without"] >= content["batches"] * content["batch_seconds"]
+        for row in result["rows"]:  # in the loop it costs all of its time, whatever the machine does beside
+            assert row["synchronous"]["waited"] >= row["reward_seconds"]
+            assert row["beside"]["over_larger"] < row["synchronous"]["over_larger"]
+
+
+def test_the_page_on_benchmarks_has_the_table_of_slow_rewards(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("reward_overlap")
+    content = json.loads((ROOT / "benchmarks" / "results" / "reward_overlap.json").read_text("utf-8"))
+    page = (ROOT / "docs" / "source" / "benchmarks.md").read_text("utf-8")
+    _, header, rows = script.table(content["results"])
+    assert len(rows) == 2 * len(script.SHARES)
+    for row in (header, *rows):
+        assert "| " + " | ".join(row) + " |" in page, row

@@ -14,6 +14,7 @@ from omnitrl.cli.script import make_parser
 from omnitrl.errors import InputError
 from tests.examples.test_flow_grpo_script import RECIPES
 from tests.examples.test_trainer_scripts import ROOT, SCRIPTS, commands_of, load, num_processes
+from tests.marks import first_fast
 from tests.tiny import CHECKPOINTS
 from tests.tiny.checkpoint import picture
 from tests.tiny.sd3 import tiny_sd3
@@ -117,7 +118,8 @@ def edits(tmp_path, count=3):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, tiny in CHECKPOINTS.items() if tiny.num_images == 1 and tiny.size.num_frames is None]
+    "name",
+    first_fast([name for name, tiny in CHECKPOINTS.items() if tiny.num_images == 1 and tiny.size.num_frames is None]),
 )
 def test_it_trains_a_model_that_edits_and_saves_its_adapter(name, tmp_path):
     metrics = run(tmp_path, CHECKPOINTS[name], edits(tmp_path), "--rewards", "brightness", "--learning_rate", 1e-3)

@@ -10,6 +10,7 @@ from omnitrl.errors import InputError
 from omnitrl.models import MediaSize
 from omnitrl.models.flux import FluxModel
 from tests.golden_cases import load_case
+from tests.marks import first_fast
 from tests.models.calls import network_calls
 from tests.tiny import CHECKPOINTS
 from tests.tiny.checkpoint import picture
@@ -226,7 +227,7 @@ def test_the_image_is_its_latents():
 # Training
 
 
-@pytest.mark.parametrize("tiny", [DEV, SCHNELL, KONTEXT], ids=["dev", "schnell", "kontext"])
+@pytest.mark.parametrize("tiny", first_fast([DEV, SCHNELL, KONTEXT]), ids=["dev", "schnell", "kontext"])
 def test_two_updates_and_the_adapter_in_the_stock_pipeline(tiny, tmp_path):
     data = [tiny.row(prompt, i) for i, prompt in enumerate(["a cat", "two dogs", "sun"])]
     run = trainer(

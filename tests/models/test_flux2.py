@@ -9,6 +9,7 @@ from PIL import Image
 from omnitrl.errors import InputError
 from omnitrl.models import MediaSize
 from omnitrl.models.flux2 import Flux2KleinModel, Flux2Model
+from tests.marks import first_fast
 from tests.models.calls import network_calls
 from tests.tiny import CHECKPOINTS
 from tests.tiny.checkpoint import picture
@@ -256,7 +257,7 @@ def test_attention_of_both_kinds_of_blocks_is_adapted(dev):
     ]
 
 
-@pytest.mark.parametrize("tiny", [DEV, BASE, DISTILLED], ids=["dev", "base", "distilled"])
+@pytest.mark.parametrize("tiny", first_fast([DEV, BASE, DISTILLED]), ids=["dev", "base", "distilled"])
 def test_two_updates_and_the_adapter_in_the_stock_pipeline(tiny, tmp_path):
     data = [tiny.row(prompt, i) for i, prompt in enumerate(["a cat", "two dogs", "sun"])]
     run = trainer(

@@ -182,6 +182,7 @@ def test_a_checkpoint_of_mean_velocities_is_refused():
         load_flow_model(tiny_hunyuan_image(guidance_embeds=True, use_meanflow=True))
 
 
+@pytest.mark.slow
 def test_a_trained_adapter_gives_the_stock_pipeline_the_same_pictures(tmp_path):
     """Loaded as the report says, with the guider that the warning says."""
     trained = family_run(tmp_path, "flow_grpo", "HunyuanImagePipeline", max_steps=2)

@@ -12,6 +12,7 @@ from omnitrl.errors import InputError
 from omnitrl.models import Conditions, MediaSize
 from omnitrl.models.qwen_image import QwenImageModel
 from tests.golden_cases import load_case
+from tests.marks import first_fast
 from tests.models.calls import network_calls
 from tests.tiny import CHECKPOINTS
 from tests.tiny.checkpoint import picture
@@ -313,7 +314,7 @@ def test_the_image_is_its_latents():
 # Training
 
 
-@pytest.mark.parametrize("tiny", [TEXT, EDIT, PLUS], ids=["text", "edit", "plus"])
+@pytest.mark.parametrize("tiny", first_fast([TEXT, EDIT, PLUS]), ids=["text", "edit", "plus"])
 def test_two_updates_and_the_adapter_in_the_stock_pipeline(tiny, tmp_path):
     data = [tiny.row(prompt, i) for i, prompt in enumerate(PROMPTS)]
     run = trainer(tmp_path, model=tiny.model(), data=data, height=64, width=64, guidance_scale=None, max_steps=2)

@@ -151,6 +151,7 @@ def test_model_draws_sharp_pictures_that_depend_on_the_prompt():
     assert np.abs(images[2] - again[2]).mean() > 0.02  # same noise, another prompt
 
 
+@pytest.mark.slow
 def test_zeros_in_place_of_the_third_encoder_do_not_drown_the_prompt(report, script):
     pytest.importorskip("rapidocr_onnxruntime", reason="needs the `ocr` extra")
     told = report["quality_stock_padding"]["heldout"]
@@ -159,6 +160,7 @@ def test_zeros_in_place_of_the_third_encoder_do_not_drown_the_prompt(report, scr
     assert script.measure(GLYPHS, "heldout", seeds=1, padding=256)["ocr"] == pytest.approx(told["ocr"], abs=0.12)
 
 
+@pytest.mark.slow
 def test_measured_quality_is_the_reported_one(report, script):
     pytest.importorskip("rapidocr_onnxruntime", reason="needs the `ocr` extra")
     reported = report["quality"]["heldout"]
@@ -187,6 +189,7 @@ def test_script_runs_through_and_writes_a_pipeline(tmp_path):
     assert np.isfinite(images).all()
 
 
+@pytest.mark.slow
 def test_stage_taken_over_gives_the_same_weights(script, tmp_path, monkeypatch):
     short = [script.Stage(stage.name, 2, 2, stage.learning_rate, 1, stage.caption_noise) for stage in script.STAGES]
     monkeypatch.setattr(script, "STAGES", short)

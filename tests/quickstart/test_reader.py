@@ -20,6 +20,7 @@ def reader():
     return train_reader(seed=0, steps=150)
 
 
+@pytest.mark.slow
 def test_it_reads_words_that_it_has_not_seen(reader):
     texts = [*words.WORDS["heldout"], *words.WORDS["unseen"]]
     found = reader.log_probs(pixels_of(texts)).argmax(dim=2)
@@ -33,6 +34,7 @@ def test_no_word_of_the_other_splits_is_drawn_for_training():
     assert drawn & set(words.WORDS["train"])
 
 
+@pytest.mark.slow
 def test_the_reward_is_the_mean_probability_of_the_letters_of_the_last_word(reader):
     pixels = pixels_of(["CAT", "DOG"])
     log_probs = reader.log_probs(pixels).double().exp()
@@ -44,12 +46,14 @@ def test_the_reward_is_the_mean_probability_of_the_letters_of_the_last_word(read
     assert reader(["CAT", "CAT"], pixels)[1] < 0.4
 
 
+@pytest.mark.slow
 def test_dark_and_light_read_alike(reader):
     pixels = pixels_of(words.WORDS["heldout"])
     texts = list(words.WORDS["heldout"])
     assert abs(reader(texts, pixels) - reader(texts, 1 - pixels)).mean() < 0.15
 
 
+@pytest.mark.slow
 def test_its_gradient_makes_a_picture_more_legible(reader):
     pixels = pixels_of(["CAT"]).lerp(pixels_of(["DOG"]), 0.5).requires_grad_()
     before = reader(["CAT"], pixels)

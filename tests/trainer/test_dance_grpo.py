@@ -14,6 +14,7 @@ from omnitrl.errors import InputError, RunError
 from omnitrl.trainer import DanceGRPOConfig
 from omnitrl.trainer.replay_trainer import Replayed
 from tests.golden_cases import load_case
+from tests.marks import first_fast
 from tests.trainer.helpers import brightness, config, fresh_rollout, logged, same, trainable
 from tests.trainer.helpers import trainer as any_trainer
 from tests.trainer.test_laws import StopAt
@@ -387,7 +388,7 @@ def test_the_authors_grid_is_not_the_stock_one():
 # Going on
 
 
-@pytest.mark.parametrize("options", [{"best_of_n": 2}, {"best_of_n": 2, "per_reward_loss": True}])
+@pytest.mark.parametrize("options", first_fast([{"best_of_n": 2, "per_reward_loss": True}, {"best_of_n": 2}]))
 def test_resumed_in_the_midst_of_a_rollout_equals_uninterrupted(tmp_path, options):
     common = {
         "rewards": [brightness, redness],

@@ -13,6 +13,7 @@ from PIL import Image
 
 from omnitrl.errors import InputError
 from omnitrl.models import MediaSize
+from tests.marks import first_fast
 from tests.tiny import CHECKPOINTS
 from tests.tiny.checkpoint import picture
 from tests.trainer.helpers import (
@@ -84,7 +85,9 @@ def test_rollouts_of_two_sizes_have_their_own_latents_and_noise_levels(tmp_path,
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft", "grpo_guard", "srpo", "diffusion_opd"])
+@pytest.mark.parametrize(
+    "algorithm", first_fast(["flow_grpo", "diffusion_nft", "grpo_guard", "srpo", "diffusion_opd"], 2)
+)
 def test_algorithms_train_on_two_sizes(tmp_path, algorithm):
     options = {"max_steps": 10, "gradient_accumulation_steps": 1}
     run = trainer(tmp_path, algorithm, model=dynamic(), data=TWO_SIZES, **options)
@@ -135,8 +138,8 @@ def test_a_column_says_what_an_option_says(tmp_path):
     assert same(trainable(by_option), trainable(by_both))
 
 
-@pytest.mark.parametrize("source", [list, stream_of])
-@pytest.mark.parametrize("stop", [1, 4])
+@pytest.mark.parametrize("source", first_fast([list, stream_of]))
+@pytest.mark.parametrize("stop", first_fast([1, 4]))
 def test_a_run_of_two_sizes_is_resumed_exactly(tmp_path, source, stop):
     """In the midst of a rollout and at its end."""
     common = {"data": source(TWO_SIZES), "max_steps": 6, "save_strategy": "steps", "save_steps": stop}

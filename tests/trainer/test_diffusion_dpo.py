@@ -14,6 +14,7 @@ from omnitrl.data import PromptStream
 from omnitrl.errors import InputError, RunError
 from omnitrl.rollout import stable_seed
 from omnitrl.trainer import pair_latents
+from tests.marks import first_fast
 from tests.tiny_models import tiny_model
 from tests.trainer.helpers import LORA, PROMPTS, brightness, config, logged, pairs, same, trainable, trainer
 from tests.trainer.test_laws import StopAt, _moments
@@ -143,6 +144,7 @@ def test_full_fine_tuning_compares_with_a_frozen_copy(tmp_path):
     assert same(frozen, tiny_model().networks.state_dict())
 
 
+@pytest.mark.slow
 def test_it_learns_the_pairs_and_the_control_learns_others(tmp_path):
     options = {"max_steps": 16, "learning_rate": 3e-3, "timesteps_per_sample": 2, "timesteps_per_forward": 2}
     options |= {"data": pairs(8), "eval_dataset": pairs(8), "per_device_train_batch_size": 8, "peft_config": FRESH}
@@ -280,7 +282,7 @@ def test_a_micro_batch_is_of_the_size_that_was_asked_for(tmp_path):
 # Resuming
 
 
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", first_fast([1, 3]))
 def test_law_10_resumed_equals_uninterrupted(tmp_path, stop):
     """Five pairs by twos: passes end in the midst of an update."""
     common = {"ema_decay": 0.9, "save_strategy": "steps", "save_steps": stop, "gradient_accumulation_steps": 2}

@@ -9,8 +9,9 @@ from omnitrl.algorithms import reference_kl
 from omnitrl.errors import InputError
 from omnitrl.models import load_flow_model
 from omnitrl.trainer.adapters import attach_adapters
+from tests.marks import first_fast
 from tests.tiny_models import tiny_model, tiny_sd3
-from tests.toy_model import toy_model
+from tests.toy_model import Field, model_of
 from tests.trainer.helpers import LORA, all_rows, fresh_rollout, logged, same, teacher_of, trainable, trainer
 from tests.trainer.test_laws import StopAt
 
@@ -206,8 +207,8 @@ def test_only_the_student_is_trained_and_saved(tmp_path, saved_adapter, peft_con
         assert torch.allclose(reloaded.velocity(**inputs), run.flow_model.velocity(**inputs), atol=1e-6)
 
 
-@pytest.mark.parametrize("teacher", ["model", "adapter"])
-@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("teacher", first_fast(["model", "adapter"]))
+@pytest.mark.parametrize("stop", first_fast([1, 2]))
 def test_resumed_equals_uninterrupted(tmp_path, saved_adapter, stop, teacher):
     """Step 1 lies in the midst of a rollout of two updates."""
     common = {"save_strategy": "steps", "save_steps": stop, "max_steps": 3, "generation_batch_size": 8}
@@ -244,7 +245,9 @@ def test_the_student_itself_is_no_teacher(tmp_path):
 
 
 def test_a_teacher_of_another_kind(tmp_path):
-    refused(lambda: opd(tmp_path, teacher_model=toy_model()), "is a ToyModel, but the student is a SD3Model, whose")
+    refused(
+        lambda: opd(tmp_path, teacher_model=model_of(Field())), "is a ToyModel, but the student is a SD3Model, whose"
+    )
     smaller = teacher_of(tiny_model())
     smaller.latent_shape = lambda size=None: (4, 8, 8)
     refused(

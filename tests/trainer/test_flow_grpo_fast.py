@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 
 from omnitrl import FlowGRPOConfig
 from omnitrl.errors import InputError, RunError
+from tests.marks import first_fast
 from tests.trainer.helpers import PROMPTS, config, fresh_rollout, logged, same, trainable, trainer
 
 
@@ -79,7 +80,7 @@ def test_a_replay_in_the_batches_of_its_rollout_is_exact(tmp_path):
     assert all(value > 0 for value in logged(run, "ratio/sum_log_std"))
 
 
-@pytest.mark.parametrize(("tail_ratio", "guidance"), [(1.0, 1.0), (0.5, 1.0), (0.5, 4.0)])
+@pytest.mark.parametrize(("tail_ratio", "guidance"), first_fast([(0.5, 1.0), (1.0, 1.0), (0.5, 4.0)]))
 def test_the_forwards_that_are_logged_are_those_of_the_window(tmp_path, tail_ratio, guidance):
     """Each rollout has its own window, so the saving differs from rollout to rollout."""
     run = trainer(tmp_path, **FAST, tail_ratio=tail_ratio, guidance_scale=guidance, max_steps=10)
@@ -131,7 +132,7 @@ def test_sharing_changes_the_gradient_by_rounding_only(tmp_path):
     assert (shared - alone).norm() <= 1e-3 * alone.norm()
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("stop", first_fast([1, 2, 3]))
 def test_resumed_equals_uninterrupted(tmp_path, stop):
     """Steps 1 and 3 lie in the midst of a rollout of two updates, whose tail is short and whose members branched."""
     common = {**FAST, "tail_ratio": 0.4, "ode_solver": "dpmpp_2m", "save_strategy": "steps", "save_steps": stop}

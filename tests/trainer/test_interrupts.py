@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from omnitrl.trainer.checkpoints import STAGING
+from tests.marks import first_fast
 from tests.trainer.helpers import brightness, logged, same, trainable, trainer
 
 
@@ -141,9 +142,9 @@ def in_reward_wait(run):
 
 PHASES = {
     in_rollout: 2,
+    in_optimizer_step: 3,
     in_reward_wait: 2,
     in_training_step: 3,
-    in_optimizer_step: 3,
     in_evaluation: 2,
     in_saving: 2,
     in_the_last_optimizer_step: 4,
@@ -158,7 +159,7 @@ def straight(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("phase", "step"), PHASES.items(), ids=[phase.__name__ for phase in PHASES])
+@pytest.mark.parametrize(("phase", "step"), first_fast(PHASES.items(), 3), ids=[phase.__name__ for phase in PHASES])
 def test_ctrl_c_loses_nothing(tmp_path, straight, capsys, phase, step):
     options = {**KEPT, "save_strategy": "steps", "save_steps": 2} if phase is in_saving else KEPT
     run = trainer(tmp_path, **options)

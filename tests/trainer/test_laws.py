@@ -15,6 +15,7 @@ from omnitrl.errors import RunError
 from omnitrl.models import FAMILIES
 from omnitrl.rollout import LocalEngine, SampleRequest, SamplingParams, stable_seed
 from omnitrl.trainer import TRAINERS
+from tests.marks import first_fast
 from tests.tiny_models import by_pipeline, tiny_model
 from tests.trainer.helpers import (
     PROMPTS,
@@ -44,9 +45,16 @@ def sample(engine, params, **kwargs):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-@pytest.mark.parametrize("sde_type", STOCHASTIC)
-@pytest.mark.parametrize("algorithm", WITH_REPLAY)
+@pytest.mark.parametrize("guidance", first_fast([4.0, 1.0]))
+@pytest.mark.parametrize(
+    ("algorithm", "sde_type"),
+    [
+        pytest.param(algorithm, sde_type, marks=[] if fast else pytest.mark.slow)
+        for algorithm in WITH_REPLAY
+        for sde_type in STOCHASTIC
+        for fast in [algorithm == WITH_REPLAY[0] or sde_type == STOCHASTIC[0]]
+    ],
+)
 def test_law_01_replay_by_a_new_object_has_ratio_one(tmp_path, algorithm, sde_type, guidance):
     options = {"sde_type": sde_type, "guidance_scale": guidance, "noise_level": 0.5}
     first = trainer(tmp_path, algorithm, **options)
@@ -78,7 +86,7 @@ def test_law_01_batches_of_another_size_differ_in_the_last_bits_only(tmp_path):
     assert (log_probs - batch.old_log_probs).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("algorithm", WITH_REPLAY)
+@pytest.mark.parametrize("algorithm", first_fast(WITH_REPLAY, 2))
 def test_law_01_the_first_update_of_a_run_logs_no_mismatch(tmp_path, algorithm):
     run = trainer(tmp_path, algorithm, max_steps=4)
     run.train()
@@ -295,7 +303,7 @@ def test_law_08_groups_are_explicit_even_if_prompts_are_equal():
 
 
 @pytest.mark.parametrize(
-    ("batch", "accumulation", "timesteps"), [(8, 1, 3), (8, 1, 1), (4, 2, 1), (2, 4, 2), (1, 8, 3)]
+    ("batch", "accumulation", "timesteps"), first_fast([(2, 4, 2), (8, 1, 3), (8, 1, 1), (4, 2, 1), (1, 8, 3)])
 )
 def test_law_09_any_split_gives_the_gradient_of_the_one_big_batch(tmp_path, batch, accumulation, timesteps):
     def gradients(**options):
@@ -326,7 +334,7 @@ def test_law_09_any_split_gives_the_gradient_of_the_one_big_batch(tmp_path, batc
 
 
 @pytest.mark.parametrize(
-    ("stop", "options"), [(2, {}), (3, {}), (1, {"num_iterations": 2}), (2, {"same_init_noise": True})]
+    ("stop", "options"), first_fast([(3, {}), (2, {}), (1, {"num_iterations": 2}), (2, {"same_init_noise": True})])
 )
 @pytest.mark.parametrize("peft", [True, False])
 def test_law_10_resumed_equals_uninterrupted(tmp_path, stop, options, peft):
@@ -366,7 +374,7 @@ class StopAt(TrainerCallback):
 # Law 11
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("value", first_fast(["nan", "inf", "-inf"]))
 def test_law_11_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_see_why(tmp_path, value):
     run = trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=100)
     good = run.compute_row_losses

@@ -8,6 +8,7 @@ from omnitrl.errors import InputError, RunError
 from omnitrl.rollout import LocalEngine, SamplingParams
 from omnitrl.trainer import MatchingTrainer, get_trainer
 from omnitrl.trainer.averages import PolicyAverage
+from tests.marks import first_fast
 from tests.trainer.helpers import WITH_ROLLOUTS, config, fresh_rollout, logged, same, trainable, trainer
 from tests.trainer.test_laws import StopAt
 
@@ -103,7 +104,7 @@ def test_what_is_noised_is_what_the_solver_ended_with(tmp_path):
 # Splits
 
 
-@pytest.mark.parametrize(("batch", "accumulation", "timesteps"), [(8, 1, 1), (4, 2, 2), (1, 8, 3)])
+@pytest.mark.parametrize(("batch", "accumulation", "timesteps"), first_fast([(4, 2, 2), (8, 1, 1), (1, 8, 3)]))
 @pytest.mark.parametrize("algorithm", WITH_AVERAGE)
 def test_any_split_gives_the_gradient_of_the_one_big_batch(tmp_path, algorithm, batch, accumulation, timesteps):
     common = {"max_steps": 1, "max_grad_norm": 0.0, "timesteps_per_sample": 3, "beta": 0.1, "rollout_batch_size": 4}
@@ -143,8 +144,8 @@ def test_an_average_blends_and_changes_places_bit_for_bit():
         assert parameter.data.tolist() == torch.tensor([3.0, 4.1]).tolist()
 
 
-@pytest.mark.parametrize(("stop", "peft"), [(1, True), (2, False), (3, True)])
-@pytest.mark.parametrize("algorithm", WITH_AVERAGE)
+@pytest.mark.parametrize(("stop", "peft"), first_fast([(1, True), (2, False), (3, True)]))
+@pytest.mark.parametrize("algorithm", first_fast(WITH_AVERAGE))
 def test_resumed_equals_uninterrupted(tmp_path, algorithm, stop, peft):
     """Steps 1 and 3 lie in the midst of a rollout of two updates; the evaluation average is another one."""
     common = {"max_steps": 4, "ema_decay": 0.9, "beta": 0.1, "timesteps_per_sample": 2, "timesteps_per_forward": 2}

@@ -10,6 +10,7 @@ from omnitrl.algorithms import gaussian_log_prob, token_weights, transition_tabl
 from omnitrl.errors import InputError
 from omnitrl.rollout import LocalEngine, SampleRequest, SamplingParams
 from omnitrl.trainer import get_trainer
+from tests.marks import first_fast
 from tests.tiny import CHECKPOINTS
 from tests.trainer.helpers import (
     WITH_REPLAY,
@@ -337,7 +338,7 @@ def test_old_log_probs_of_another_guidance_are_weighted_too(tmp_path):
     assert (replayed.log_probs - batch.old_log_probs).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("algorithm", WEIGHED)
+@pytest.mark.parametrize("algorithm", first_fast(WEIGHED))
 def test_algorithms_of_log_probs_train_with_weights(tmp_path, algorithm):
     runs = {}
     for name, weights in (("audio", '{"video": 0, "audio": 1}'), ("video", {"video": 1, "audio": 0.0})):

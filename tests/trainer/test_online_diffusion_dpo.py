@@ -10,6 +10,7 @@ from torch.nn.functional import softplus
 
 from omnitrl.errors import InputError, RunError
 from omnitrl.rollout import stable_seed
+from tests.marks import first_fast
 from tests.trainer.helpers import LORA, config, fresh_rollout, logged, same, trainable, trainer
 from tests.trainer.test_diffusion_dpo import flat, gradients
 from tests.trainer.test_laws import StopAt, _moments
@@ -199,8 +200,8 @@ def test_with_a_fresh_adapter_the_first_reference_is_the_base(tmp_path):
     assert logged(runs[0], "loss") == pytest.approx(logged(runs[1], "loss"), abs=1e-6)
 
 
-@pytest.mark.parametrize("peft_config", [LORA, None])
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("peft_config", first_fast([LORA, None]))
+@pytest.mark.parametrize("stop", first_fast([1, 3]))
 def test_law_10_resumed_equals_uninterrupted(tmp_path, stop, peft_config):
     common = {"save_strategy": "steps", "save_steps": stop, "ref_update_steps": 2, "peft_config": peft_config}
     straight = dpo(tmp_path / "a", max_steps=5, **common)

@@ -18,7 +18,7 @@ from omnitrl.media import Audio, Video
 from omnitrl.rewards.statistics import entropy
 from omnitrl.trainer.alarms import Figure, Limit, Rule, figure
 from omnitrl.trainer.sample_statistics import SampleStatistics, group_distances, small_pictures
-from tests.toy_model import Field, ToyModel
+from tests.toy_model import Field, ToyModel, model_of
 from tests.trainer.helpers import brightness, logged, same, trainable, trainer
 
 
@@ -39,8 +39,7 @@ def painted(light, red):
 
 def painter():
     torch.manual_seed(0)
-    network = Field()
-    return Painter(SimpleNamespace(network=network, components={"network": network}, config={}))
+    return model_of(Field(), Painter)
 
 
 def run(tmp_path, watch, **options):

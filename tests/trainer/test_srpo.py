@@ -8,6 +8,7 @@ from omnitrl import SRPOConfig
 from omnitrl.algorithms import direct_align_levels, noised
 from omnitrl.errors import InputError, RunError
 from omnitrl.rollout import SampleNoise
+from tests.marks import first_fast
 from tests.tiny_models import tiny_model
 from tests.trainer.helpers import PROMPTS, fresh_rollout, lightness, logged, same, trainable, trainer
 from tests.trainer.test_laws import StopAt
@@ -263,7 +264,7 @@ def test_evaluation_sees_the_same_reward_without_others(tmp_path):
     assert metrics["eval_rewards/lightness/mean"] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("stop", first_fast([1, 2]))
 def test_resumed_equals_uninterrupted(tmp_path, stop):
     """Step 1 lies in the midst of a rollout of two updates."""
     common = {"save_strategy": "steps", "save_steps": stop, "max_steps": 3}
