@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,17 +82,31 @@ class OmniProcessor:
         self.processing_class = processing_class
         self.limits = VideoLimits() if limits is None else limits
         self.template_options = dict(template_options or {})
+        self._extractor: Any = getattr(processing_class, "feature_extractor", None)
         self._is_tokenizer = not hasattr(processing_class, "tokenizer")
 
     @property
     def sampling_rate(self) -> int | None:
         """Samples per second of the model's sounds; `None` if it hears nothing."""
-        extractor = getattr(self.processing_class, "feature_extractor", None)
-        return None if extractor is None else int(extractor.sampling_rate)
+        return None if self._extractor is None else int(self._extractor.sampling_rate)
+
+    @property
+    def shortest_sound(self) -> int:
+        """
+        Samples that a sound has at least; silence is added to shorter ones.
+
+        Qwen3-Omni's encoder cuts sounds into pieces of a second. Where no sound of a batch fills one, the pieces are
+        shorter, and so are the windows of attention: what it makes of a sound would depend on the rest of the batch.
+        """
+        if all(class_.__name__ != "Qwen3OmniMoeProcessor" for class_ in type(self.processing_class).__mro__):
+            return 0
+        return 2 * int(getattr(self.processing_class, "n_window", 50)) * self._extractor.hop_length
 
     def decoded(self, row: OmniRow) -> Decoded:
         """The media of a row as this processor takes them."""
-        return row.decoded(self.sampling_rate, self.limits)
+        decoded = row.decoded(self.sampling_rate, self.limits)
+        sounds = [np.pad(sound, (0, max(self.shortest_sound - len(sound), 0))) for sound in decoded.audios]
+        return replace(decoded, audios=sounds)
 
     def text(self, row: OmniRow, add_generation_prompt: bool = True) -> str:
         """The messages of a row by the chat template, with one placeholder for each medium."""
