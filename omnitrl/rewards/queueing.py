@@ -220,9 +220,12 @@ class RewardQueue:
 
     async def _look_up(self, job: Job, cache: RewardCache) -> None:
         """Scores the rows whose value is known, and takes the others."""
-        async with cache.turn:
-            await asyncio.to_thread(self._make_keys, job)
-        if job.cancelled:
+        try:
+            async with cache.turn:
+                await asyncio.to_thread(self._make_keys, job)
+        except Exception as error:  # nobody waits for this task, but all wait for the job
+            job.break_off(error)
+        if job.cancelled or job.finished.done():
             return
         unknown = []
         for entry in job.entries:

@@ -207,6 +207,8 @@ class RewardRunner:
                 raise InputError(
                     f"got {len(rows)} rows and {len(given)} {name}: give one {name.removesuffix('s')} per row."
                 )
+        if groups is not None and not all(isinstance(group, Hashable) for group in groups):
+            raise InputError(f"got groups {list(groups)[:2]!r:.80}: name each by a number or a text, for example 0.")
         chunk = Chunk(rows, _columns(rows), trainer_state, groups, group_size)
         for reward in self._rewards:
             reward.check({*chunk.columns, *RUNNER_ARGUMENTS})

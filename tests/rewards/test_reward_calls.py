@@ -210,6 +210,10 @@ def test_a_group_that_lacks_a_member_is_reported():
             runner.collect()
         runner.submit(rows("a", "a"), [2, 1], groups=[7, 7], group_size=2)  # nothing is left of it
         assert runner.collect().rewards[:, 0].tolist() == [1, 0]
+        with pytest.raises(InputError, match=r"got groups \[\[7\]\]: name each by a number or a text"):
+            runner.submit(rows("a"), [1], groups=[[7]])
+        with pytest.raises(InputError, match="got 1 rows and 2 groups: give one group per row"):
+            runner.submit(rows("a"), [1], groups=[7, 7])
         with pytest.raises(RewardError, match=r"nobody said which rows belong together: .*groups=\[0, 0, 1, 1\]"):
             runner.submit(rows("a"), [1])
 
