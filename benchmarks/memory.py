@@ -133,6 +133,7 @@ def run_case(case: Case, threads: int) -> dict[str, int]:
             per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=case.samples // BATCH,
             max_steps=1,
+            reward_max_pending=None,  # the late reward would never have them all
             save_strategy="no",
             save_report=False,
             report_to=[],
