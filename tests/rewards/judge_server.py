@@ -44,6 +44,11 @@ class Reply:
         return json.dumps({**known, "choices": [choice], "usage": usage}).encode()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64  # of 5, some that come at once are turned away for a second
+
+
 class JudgeServer:
     """`script` is called with each chat request and its number, and returns a `Reply`."""
 
@@ -56,8 +61,7 @@ class JudgeServer:
         self.most_in_flight = 0
         self._in_flight = 0
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
     def __enter__(self):

@@ -57,7 +57,7 @@ def ask(judge, count=1, log=None, **columns):
 
 
 def scorer(server, template=None, **options):
-    return VLMJudge(template or ScoreTemplate(), base_url=server.url, **{"max_retries": 1, "timeout": 5} | options)
+    return VLMJudge(template or ScoreTemplate(), base_url=server.url, **{"max_retries": 1, "timeout": 20} | options)
 
 
 def row_of(request):
@@ -177,12 +177,17 @@ def test_the_only_model_of_the_server_is_taken():
     assert [request["model"] for request in server.requests] == ["c"]
 
 
-def test_no_more_requests_are_in_flight_than_allowed():
-    with JudgeServer(lambda request, number: Reply("Final Score: 4", seconds=0.05)) as server:
-        assert ask(scorer(server, concurrency=3), 12) == [0.75] * 12
-        assert server.most_in_flight == 3
-        assert ask(scorer(server), 12) == [0.75] * 12
-        assert server.most_in_flight > 3
+@pytest.mark.parametrize("concurrency", [3, 12])
+def test_as_many_requests_are_in_flight_as_are_allowed(concurrency):
+    together = threading.Barrier(concurrency)
+
+    def script(request, number):
+        together.wait(20)  # for as many others
+        return Reply("Final Score: 4", seconds=0.05)
+
+    with JudgeServer(script) as server:
+        assert ask(scorer(server, concurrency=concurrency, timeout=30), 12) == [0.75] * 12
+        assert server.most_in_flight == concurrency
 
 
 def test_a_judge_can_be_called_from_one_event_loop_after_another(caplog):
@@ -314,7 +319,7 @@ def test_a_limit_of_rate_is_waited_for_as_long_as_the_server_says():
 
     with JudgeServer(script) as server:
         assert ask(scorer(server)) == [0.75]
-    assert 1.0 <= server.times[1] - server.times[0] < 2.0
+    assert server.times[1] - server.times[0] >= 1.0  # it would be half a second at most
 
 
 # A server that is away
