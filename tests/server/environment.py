@@ -14,7 +14,7 @@ import pytest
 
 
 ROOT = Path(__file__).parent.parent.parent
-START_SECONDS = 180
+START_SECONDS = 300
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # with more, threads that spin starve the other processes of a small machine
     "GOMP_SPINCOUNT": "0",
