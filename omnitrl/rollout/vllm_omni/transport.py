@@ -71,31 +71,51 @@ class HttpTransport:
 
     def __init__(self, url: str) -> None:
         self.name = url.rstrip("/")
-        self._client: Any = None
+        # One transport for each call that is on its way: a pool of many connections looks through all of them at each
+        # call, and what a client adds to its transport (cookies, redirects, proxies) is of no use here. Together they
+        # took as much time as everything else.
+        self._idle: list[Any] = []
 
     async def call(self, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
         import httpx
 
-        if self._client is None:  # its connections belong to the loop that made them
-            # Servers end idle connections after 5 s, and a call on one that has just been ended is lost.
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-            encrypted = self.name.startswith("https")  # reading certificates takes 0.07 s
-            self._client = httpx.AsyncClient(base_url=self.name, limits=limits, verify=encrypted)
-        method = "GET" if body is None else "POST"
+        carrier = self._idle.pop() if self._idle else self._carrier()
+        request = httpx.Request(
+            "GET" if body is None else "POST",
+            self.name + path,
+            content=body,
+            extensions={"timeout": httpx.Timeout(timeout).as_dict()},
+        )
+        well = False
         try:
             async with asyncio.timeout(timeout):  # httpx counts from one byte to the next
-                answer = await self._client.request(method, path, content=body, timeout=timeout)
+                answer = await carrier.handle_async_request(request)
+                content = await answer.aread()
+            well = True
         except (httpx.ConnectTimeout, httpx.ConnectError) as error:
             raise Away(f"it cannot be connected to: {_words(error)}") from error
         except (httpx.TimeoutException, TimeoutError) as error:
             raise TooSlow(f"it did not answer within {timeout:g} s") from error
         except httpx.HTTPError as error:
             raise Away(f"the connection broke: {_words(error)}") from error
-        return answer.status_code, answer.content
+        finally:
+            if well:
+                self._idle.append(carrier)
+            else:
+                await carrier.aclose()
+        return answer.status_code, content
+
+    def _carrier(self) -> Any:
+        import httpx
+
+        # Servers end idle connections after 5 s, and a call on one that has just been ended is lost.
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        encrypted = self.name.startswith("https")  # reading certificates takes 0.07 s
+        return httpx.AsyncHTTPTransport(verify=encrypted, limits=limits)
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
+        while self._idle:
+            await self._idle.pop().aclose()
 
 
 def check_url(url: str) -> str:

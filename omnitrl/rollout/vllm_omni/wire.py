@@ -25,7 +25,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -191,7 +191,7 @@ def pack_request(request: WireRequest) -> bytes:
         "row": row,
         "seed": request.seed,
         "start_seed": request.start_seed,
-        "params": asdict(request.params),
+        "params": {**vars(request.params), "size": vars(request.params.size)},  # `asdict` would copy it all
         "latent_shape": list(request.latent_shape),
         "weight_version": request.weight_version,
         "max_sequence_length": request.max_sequence_length,
