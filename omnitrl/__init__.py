@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from omnitrl.trainer.gspo_trainer import GSPOTrainer
     from omnitrl.trainer.mix_grpo_config import MixGRPOConfig
     from omnitrl.trainer.mix_grpo_trainer import MixGRPOTrainer
+    from omnitrl.trainer.omni_dpo_config import OmniDPOConfig
+    from omnitrl.trainer.omni_dpo_trainer import OmniDPOTrainer
     from omnitrl.trainer.online_diffusion_dpo_config import OnlineDiffusionDPOConfig
     from omnitrl.trainer.online_diffusion_dpo_trainer import OnlineDiffusionDPOTrainer
     from omnitrl.trainer.over_optimization import OverOptimizationCallback
@@ -62,6 +64,8 @@ _LAZY = {
     "GSPOTrainer": "omnitrl.trainer.gspo_trainer",
     "MixGRPOConfig": "omnitrl.trainer.mix_grpo_config",
     "MixGRPOTrainer": "omnitrl.trainer.mix_grpo_trainer",
+    "OmniDPOConfig": "omnitrl.trainer.omni_dpo_config",
+    "OmniDPOTrainer": "omnitrl.trainer.omni_dpo_trainer",
     "OnlineDiffusionDPOConfig": "omnitrl.trainer.online_diffusion_dpo_config",
     "OnlineDiffusionDPOTrainer": "omnitrl.trainer.online_diffusion_dpo_trainer",
     "OverOptimizationCallback": "omnitrl.trainer.over_optimization",
@@ -94,6 +98,8 @@ __all__ = [
     "GSPOTrainer",
     "MixGRPOConfig",
     "MixGRPOTrainer",
+    "OmniDPOConfig",
+    "OmniDPOTrainer",
     "OnlineDiffusionDPOConfig",
     "OnlineDiffusionDPOTrainer",
     "OverOptimizationCallback",

@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # names that static checkers see; a test holds them to those 
     from omnitrl.trainer.matching_trainer import MatchingTrainer as MatchingTrainer
     from omnitrl.trainer.mix_grpo_config import MixGRPOConfig as MixGRPOConfig
     from omnitrl.trainer.mix_grpo_trainer import MixGRPOTrainer as MixGRPOTrainer
+    from omnitrl.trainer.omni_dpo_config import OmniDPOConfig as OmniDPOConfig
+    from omnitrl.trainer.omni_dpo_trainer import OmniDPOTrainer as OmniDPOTrainer
     from omnitrl.trainer.online_diffusion_dpo_config import OnlineDiffusionDPOConfig as OnlineDiffusionDPOConfig
     from omnitrl.trainer.online_diffusion_dpo_trainer import OnlineDiffusionDPOTrainer as OnlineDiffusionDPOTrainer
     from omnitrl.trainer.over_optimization import OverOptimizationCallback as OverOptimizationCallback
@@ -64,6 +66,7 @@ TRAINERS: dict[str, str] = {
 
 OMNI_TRAINERS: dict[str, str] = {
     "gspo": "GSPOTrainer",
+    "omni_dpo": "OmniDPOTrainer",
 }
 """The same of trainers whose models write text; they are built on those of TRL."""
 

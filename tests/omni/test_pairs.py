@@ -8,15 +8,24 @@ from PIL import Image
 from omnitrl.errors import InputError
 from omnitrl.omni import OmniProcessor, PairCollator, PairProcessor, read_pair, read_row
 from omnitrl.omni.rows import ROW_COLUMN
-from tests.omni import pairs, tiny
+from tests.omni import chats, tiny
 
 
 USER = [{"role": "user", "content": "What is this?"}]
 RED = Image.new("RGB", (16, 16), "red")
 
 
-def said(text):
-    return [{"role": "assistant", "content": text}]
+MIXED = {**chats.ROWS["mixed"][2], "chosen": "all", "rejected": "none"}
+IMAGE = {**chats.ROWS["image"][0], "chosen": "red", "rejected": "blue"}
+
+
+def text(chosen="yes, it is", rejected="no", question="What?", **columns):
+    prompt = [{"role": "user", "content": question}]
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **columns}
+
+
+def said(content):
+    return [{"role": "assistant", "content": content}]
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +108,7 @@ def test_texts_end_with_the_end_of_a_sequence_once(processor):
 
 
 def test_the_prompt_of_a_pair_is_what_a_rollout_is_given(processor):
-    row = pairs.row("mixed")
-    inputs, alone = processor(read_pair(row)).prompt, OmniProcessor(tiny.processor())(read_row(row))
+    inputs, alone = processor(read_pair(MIXED)).prompt, OmniProcessor(tiny.processor())(read_row(MIXED))
     assert inputs.input_ids == alone.input_ids
     assert inputs.media.keys() == alone.media.keys() >= {"pixel_values", "pixel_values_videos", "input_features"}
     assert all(torch.equal(value, alone.media[name]) for name, value in inputs.media.items())
@@ -127,7 +135,9 @@ def test_templates_that_know_one_form_of_content_are_given_it(template):
 
 
 def test_a_template_that_leaves_answers_out():
-    with pytest.raises(InputError, match=r"Row 3 has an answer that the chat template of TinyOmniProcessor leaves out"):
+    with pytest.raises(
+        InputError, match=r"Row 3 has an answer that the chat template of TinyOmniProcessor leaves out"
+    ):
         with_template(OF_USERS)(read_pair({"prompt": USER, "chosen": "A cat.", "rejected": "A dog."}, "row 3"))
 
 
@@ -147,7 +157,7 @@ def test_a_template_that_ends_prompts_otherwise_than_it_goes_on(caplog):
 
 
 def test_a_batch_has_the_chosen_answers_and_then_the_rejected_ones(processor):
-    rows = [pairs.row("text", chosen="abc", rejected="d"), pairs.row("text", question="Why?", rejected="efgh")]
+    rows = [text("abc", "d"), text(rejected="efgh", question="Why?")]
     batch = PairCollator(processor)(rows)
     texts = [
         processor.tokenizer.decode(ids[mask.bool()])
@@ -164,7 +174,7 @@ def test_a_batch_has_the_chosen_answers_and_then_the_rejected_ones(processor):
 
 
 def test_the_media_of_prompts_are_in_a_batch_twice(processor):
-    rows = [pairs.row("image"), pairs.row("text"), pairs.row("mixed")]
+    rows = [IMAGE, text(), MIXED]
     batch = PairCollator(processor)(rows)
     grids = [processor(read_pair(row)).prompt.media.get("image_grid_thw") for row in (rows[0], rows[2])]
     assert batch["image_grid_thw"].tolist() == torch.cat([*grids, *grids]).tolist()
@@ -174,16 +184,18 @@ def test_the_media_of_prompts_are_in_a_batch_twice(processor):
 
 
 def test_only_answers_are_cut(processor):
-    row = {**pairs.row("text", chosen="abcdef", rejected="g"), ROW_COLUMN: 7}
+    row = {**text("abcdef", "g"), ROW_COLUMN: 7}
     prompt = len(processor(read_pair(row)).prompt.input_ids)
     batch = PairCollator(processor, max_length=prompt + 4)([row])
     assert batch["completion_mask"].sum(1).tolist() == [4, 3]  # 'abcd', and 'g' with what ends it
-    with pytest.raises(InputError, match=rf"Row 7 has a prompt of {prompt} tokens, which leaves none of max_length=20"):
+    with pytest.raises(
+        InputError, match=rf"Row 7 has a prompt of {prompt} tokens, which leaves none of max_length=20"
+    ):
         PairCollator(processor, max_length=20)([row])
 
 
 def test_lengths_are_multiples(processor):
-    batch = PairCollator(processor, pad_to_multiple_of=32)([pairs.row("text")])
+    batch = PairCollator(processor, pad_to_multiple_of=32)([text()])
     assert batch["input_ids"].shape[1] % 32 == 0
     assert (batch["input_ids"][batch["attention_mask"] == 0] == processor.tokenizer.pad_token_id).all()
 
@@ -199,7 +211,7 @@ def test_numbers_of_tokens_go_on_over_answers(processor):
             inputs.prompt.token_fields["mm_token_type_ids"] = numbers
             return inputs
 
-    batch = PairCollator(WithTypes(tiny.processor()))([pairs.row("text", chosen="ab", rejected="c")])
+    batch = PairCollator(WithTypes(tiny.processor()))([text("ab", "c")])
     prompt = batch["completion_mask"][0].argmax().item()
     expected = (fields["mm_token_type_ids"] * prompt)[:prompt]
     assert batch["mm_token_type_ids"].shape == batch["input_ids"].shape
@@ -209,8 +221,8 @@ def test_numbers_of_tokens_go_on_over_answers(processor):
 
 def test_files_that_cannot_be_read_name_their_row(processor):
     collator = PairCollator(processor)
-    bad = {**pairs.row("text", images=["no.png"]), ROW_COLUMN: 4}
+    bad = {**text(images=["no.png"]), ROW_COLUMN: 4}
     with pytest.raises(InputError, match=r"Image 0 of row 4 is the file no.png, which does not exist"):
         collator([bad])
     with pytest.raises(InputError, match=r"Audio 0 of row 4 is no (WAV file|sound that can be read)"):
-        collator([{**pairs.row("text", audios=[b"RIFF"]), ROW_COLUMN: 4}])
+        collator([{**text(audios=[b"RIFF"]), ROW_COLUMN: 4}])
