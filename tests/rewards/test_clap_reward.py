@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from omnitrl.errors import InputError
 from omnitrl.media import Audio, Video
 from omnitrl.rewards import CLAPReward, RewardError
 from omnitrl.rewards.learned.clap import resampled
@@ -96,5 +95,7 @@ def test_other_media_are_refused(clap):
 
 
 def test_a_network_that_draws_windows_at_random_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"feature fusion, which listens to windows drawn at random: use 'laion/clap"):
+    with pytest.raises(
+        RewardError, match=r"feature fusion, which listens to windows drawn at random: use 'laion/clap"
+    ):
         CLAPReward(clap_folder(tmp_path, fused=True)).load()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from omnitrl.errors import InputError
 from omnitrl.media import Audio
 
+from ..contract import RewardError
 from ..media import sounds
 from .base import LearnedReward
 from .weights import load_model, load_part
@@ -87,7 +87,7 @@ class CLAPReward(LearnedReward):
         source = model if isinstance(model, str) else model.config.name_or_path
         model = load_model(ClapModel, model, name) if isinstance(model, str) else model
         if model.config.audio_config.enable_fusion:
-            raise InputError(
+            raise RewardError(
                 f"{name}: {source!r} was trained with feature fusion, which listens to windows drawn at random: use "
                 f"'laion/clap-htsat-unfused' or 'laion/larger_clap_general'."
             )
