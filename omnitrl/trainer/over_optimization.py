@@ -42,7 +42,7 @@ DEFAULT_STATISTICS: dict[str, LimitLike] = {
 """What is watched by default, with the fall that is allowed, or fall and rise."""
 
 _HELD_OUT_FALL = 0.1
-_REWARD = "reward"
+_REWARD = "the reward"  # with a space, which no name of a reward has
 
 
 class OverOptimizationCallback(TrainerCallback):
@@ -123,14 +123,12 @@ class OverOptimizationCallback(TrainerCallback):
         self.embed = embed if embed is not None else small_pictures
         self.statistics = {name: Limit.of(name, limit) for name, limit in statistics.items()}
         self.held_out = {name: Limit.of(name, limit) for name, limit in _with_limits(held_out).items()}
-        self._rules = {
-            name: Rule(f"watch/{name}", limit, "first", baseline, patience) for name, limit in self.statistics.items()
-        }
+        rules = [Rule(f"watch/{name}", limit, "first", baseline, patience) for name, limit in self.statistics.items()]
         for name, limit in self.held_out.items():
-            count = 1 if _is_evaluated(name) else baseline
-            self._rules[name] = Rule(name, limit, "best", count, patience)
+            rules.append(Rule(name, limit, "best", 1 if _is_evaluated(name) else baseline, patience))
         if reward_fall is not None:
-            self._rules[_REWARD] = Rule("the reward", Limit.of("reward_fall", reward_fall), "last")
+            rules.append(Rule(_REWARD, Limit.of("reward_fall", reward_fall), "last"))
+        self._rules = {rule.name: rule for rule in rules}
         self._baseline = baseline
         self._keeps_best = self._running = self._stopping = self._from_log = False
         self._folder = Path()
@@ -168,8 +166,10 @@ class OverOptimizationCallback(TrainerCallback):
         self._unrated = state.global_step if resumed else None
         if self._looker is not None:
             self._looker.close()
-        names = [name for name in self.statistics if name != DIVERSITY]
-        self._looker = SampleStatistics(names, self.embed if DIVERSITY in self.statistics else None)
+        self._looker = None
+        if self.statistics:
+            names = [name for name in self.statistics if name != DIVERSITY]
+            self._looker = SampleStatistics(names, self.embed if DIVERSITY in self.statistics else None)
 
     def discard(self) -> None:
         """Forgets the samples of a rollout that was broken off."""
@@ -178,7 +178,7 @@ class OverOptimizationCallback(TrainerCallback):
 
     def submit(self, batch: Sequence[Trajectory]) -> None:
         """Starts on samples that have just been decoded."""
-        if self._looker is not None and self.statistics:
+        if self._looker is not None:
             self._looker.submit(batch)
 
     def observe(
@@ -209,7 +209,7 @@ class OverOptimizationCallback(TrainerCallback):
         self._take_in(figures, state)
         if total is not None:
             self._rate(step, state)
-        logged = {f"watch/{name}": now.mean for name in looked if (now := figures[name]) is not None}
+        logged = {name: now.mean for name in looked if (now := figures[name]) is not None}
         return {**logged, "watch/alarms": float(len(self._broken()))}
 
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -221,6 +221,11 @@ class OverOptimizationCallback(TrainerCallback):
         """The inverse of `state_dict`."""
         self._history = {name: [Figure(*one) for one in found] for name, found in state["history"].items()}
         self.alarms = [(step, sentence) for step, sentence in state["alarms"]]
+
+    @property
+    def looks_at_samples(self) -> bool:
+        """Whether samples must be decoded."""
+        return bool(self.statistics)
 
     @property
     def wants_best(self) -> bool:
@@ -247,8 +252,8 @@ class OverOptimizationCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        if self._running and self._from_log and logs and "loss" in logs and _REWARD in logs:
-            self._take_in({_REWARD: Figure(state.global_step, float(logs[_REWARD]), 0.0)}, state)
+        if self._running and self._from_log and logs and "loss" in logs and "reward" in logs:
+            self._take_in({_REWARD: Figure(state.global_step, float(logs["reward"]), 0.0)}, state)
             self._rate(state.global_step, state)
             self._act(args, control)
 
@@ -263,7 +268,7 @@ class OverOptimizationCallback(TrainerCallback):
         if not self._running or not metrics:
             return
         self._metrics |= metrics.keys()
-        for name in self.held_out.keys() & metrics.keys():
+        for name in [name for name in self.held_out if name in metrics]:
             self._take_in({name: figure(state.global_step, torch.tensor([metrics[name]]))}, state)
         self._act(args, control)
 
@@ -312,15 +317,15 @@ class OverOptimizationCallback(TrainerCallback):
 
     def _statistics(self, groups: Tensor) -> dict[str, Tensor]:
         """Statistics (N,) of the samples of all ranks, and the diversity (G,) of their groups."""
-        if self._looker is None or not self.statistics:
+        if self._looker is None:
             return {}
         looks = gather_list(self._looker.collect())
         if not looks:
             return {}
         columns = torch.tensor([look.values for look in looks], dtype=torch.float64)  # (N, S)
-        found = dict(zip(self._looker.names, columns.unbind(1), strict=True))
+        found = {f"watch/{name}": column for name, column in zip(self._looker.names, columns.unbind(1), strict=True)}
         if DIVERSITY in self.statistics:
-            found[DIVERSITY] = group_distances([look.embedding for look in looks], groups)
+            found[f"watch/{DIVERSITY}"] = group_distances([look.embedding for look in looks], groups)
         return found
 
     def _take_in(self, figures: Mapping[str, Figure | None], state: TrainerState) -> None:
@@ -331,11 +336,11 @@ class OverOptimizationCallback(TrainerCallback):
         for name, now in figures.items():
             rule = self._rules.get(name)
             if now is not None and rule is not None and rule.broken_for(self._history[name]) == rule.patience:
-                self._sound(name, rule, state)
+                self._sound(rule, state)
 
-    def _sound(self, name: str, rule: Rule, state: TrainerState) -> None:
-        history = self._history[name]
-        sentence = f"{rule.describe(history)}{self._of_the_reward(name)}."
+    def _sound(self, rule: Rule, state: TrainerState) -> None:
+        history = self._history[rule.name]
+        sentence = f"{rule.describe(history)}{self._of_the_reward(rule.name)}."
         self.alarms.append((history[-1].step, sentence))
         self._stopping = self._stopping or self.action == "stop"
         if state.is_world_process_zero:

@@ -261,7 +261,7 @@ class RolloutTrainer(SamplingTrainer):
             params = self._with_what_rewards_need(params)
         if self.watch is not None:
             self.watch.discard()
-            params = replace(params, decode=True)
+            params = replace(params, decode=params.decode or self.watch.looks_at_samples)
         merged = merged_adapters(self.flow_model) if self.args.merge_adapters else nullcontext()
         self.engine.wake()
         with self.rollout_weights(), merged:

@@ -25,6 +25,7 @@ from omnitrl.models import FAMILIES, Conditions, MediaSize, Policy, load_flow_mo
 from omnitrl.rollout import LocalEngine, SampleRequest, SamplingParams
 from omnitrl.trainer.adapters import attach_adapters
 from omnitrl.trainer.saving import save_networks
+from tests.marks import first_fast
 from tests.tiny import CHECKPOINTS, FIRST
 
 
@@ -73,7 +74,7 @@ def as_arrays(media):
 # Sampling
 
 
-@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("guided", first_fast([True, False]))
 def test_without_noise_the_latents_are_the_stock_pipelines(tiny, model, guided):
     """Law 2, and the table is the one that the stock run leaves in its scheduler."""
     guidance = tiny.guidance_scale if guided else 1.0
@@ -111,7 +112,7 @@ def test_media_are_the_stock_pipelines(tiny, model):
             assert mine.std() > 1e-3
 
 
-@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("guided", first_fast([True, False]))
 def test_a_replay_in_other_batches_has_ratio_one(tiny, model, guided):
     """Law 1: the rollout has batches of 2 and 1, the replay every pair of samples and all three together."""
     guidance = tiny.guidance_scale if guided else 1.0
