@@ -6,7 +6,7 @@ A reward is called with keyword arguments only:
 | keyword | value |
 |---|---|
 | `prompts` | `list[str]`, one per row |
-| `completions` | `list` of what was generated: PIL images, [`~omnitrl.media.Video`], [`~omnitrl.media.Audio`], latents |
+| `completions` | `list` of what was generated: PIL images, `omnitrl.media.Video`, `omnitrl.media.Audio`, latents |
 | each other dataset column | `list`, one value per row |
 | `trainer_state` | `transformers.TrainerState` or `None` |
 | `log_metric(name, value)` | records a number; the mean over the calls is logged |
