@@ -228,12 +228,25 @@ def test_a_broken_connection_is_another_try(make, caplog):
 def test_a_server_that_dies_leaves_its_samples_to_the_other(make, caplog):
     """And when it is back it gets the weights before it gets samples."""
     dying, staying = make.stub(), make.stub()
-    for stub in (dying, staying):
-        stub.answer = lambda path, body, stub=stub: (time.sleep(0.03), stub.plain(path, body))[1]
+    restarted, back = [], threading.Event()
+
+    def slowly(path, body):
+        time.sleep(0.03)
+        if restarted and path.endswith("generate"):
+            back.wait(10)  # so that there is something left to do when the other one is back
+        return staying.plain(path, body)
+
+    def dies(path, body):
+        time.sleep(0.03)
+        if restarted and path.endswith("generate"):
+            back.set()
+        return dying.plain(path, body)
+
+    dying.answer, staying.answer = dies, slowly
     client = make.client(dying, staying)
     client.update(WeightUpdate(7, [(ADAPTER, b"7")]))
     assert (dying.version, staying.version) == (7, 7)
-    came, restarted = [], []
+    came = []
     for _, sample in client.stream(jobs(40, 2)):
         came.append(sample)
         if len(came) == 8:
@@ -241,8 +254,8 @@ def test_a_server_that_dies_leaves_its_samples_to_the_other(make, caplog):
             until(lambda: client.alive == 1)
             at_death = len(dying.calls)
         if len(came) == 16:
-            dying.restart()
             restarted.append(len(dying.calls))
+            dying.restart()
             until(lambda: client.alive == 2)
     assert sorted(came) == list(range(40))
     assert client.retries <= 2  # what it had been asked for
@@ -324,6 +337,31 @@ def test_equal_weights_are_sent_once(make):
     assert client.update(update) is None
     time.sleep(0.5)  # the client looks after its servers
     assert [body for path, body in stub.calls if path == ADAPTER] == [b"5"]
+
+
+def test_at_other_times_a_server_is_left_to_other_trainers(make):
+    """One that other processes rely on looks after their servers at all times."""
+    stub = make.stub()
+    client = make.client(stub)
+    client.update(WeightUpdate(5, [(ADAPTER, b"5")]))
+    stub.version = 6
+    time.sleep(0.6)
+    assert stub.version == 6
+    keeper = make.client(stub, for_others=True)
+    keeper.update(WeightUpdate(7, [(ADAPTER, b"7")]))
+    stub.version = 6
+    until(lambda: stub.version == 7)
+
+
+def test_the_same_sample_of_each_server(make):
+    """One that has lost its weights gets them first."""
+    stubs = [make.stub(), make.stub()]
+    for stub in stubs:
+        stub.answer = stale_until_pushed(stub)
+    client = make.client(*stubs)
+    client.update(WeightUpdate(5, [(ADAPTER, b"5")]))
+    stubs[1].version = -1
+    assert client.of_each(b"1", int) == {stub.url: 1 for stub in stubs}
 
 
 def test_another_process_brings_the_weights(make):

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -80,6 +81,9 @@ class RolloutClient:
             Raises [`~omnitrl.errors.InputError`] for a server that is the wrong one.
         on_wait (`Callable[[], None]`, *optional*):
             Called while the caller waits, several times a second; may raise to interrupt.
+        for_others (`bool`, defaults to `False`):
+            Whether other processes rely on this one to bring weights to servers that have lost them. Otherwise it does
+            so while it makes samples, and leaves servers to other trainers at other times.
 
     Example:
 
@@ -99,6 +103,7 @@ class RolloutClient:
         sample_timeout: float = 600.0,
         check: Callable[[ServerInfo, str], None] = _any_server,
         on_wait: Callable[[], None] = _do_nothing,
+        for_others: bool = False,
     ) -> None:
         self.replicas = [Replica(transport, check, patience) for transport in transports]
         self.retries = 0
@@ -110,6 +115,8 @@ class RolloutClient:
         self._sample_timeout = sample_timeout
         self._on_wait = on_wait
         self._wanted: WeightUpdate | None = None
+        self._for_others = for_others
+        self._in_use = 0  # calls that make samples
         self._loop = LoopThread("rollout-client")
         self._closed = False
 
@@ -200,7 +207,7 @@ class RolloutClient:
     # On the loop
 
     async def _connect(self) -> list[ServerInfo]:
-        self._keepers = [asyncio.create_task(replica.keep(lambda: self._wanted)) for replica in self.replicas]
+        self._keepers = [asyncio.create_task(replica.keep(self._needed)) for replica in self.replicas]
         started, told = time.monotonic(), False
         while self.alive < len(self.replicas):
             for replica in self.replicas:
@@ -220,6 +227,18 @@ class RolloutClient:
             raise self._no_server()
         return [replica.info for replica in self.replicas if replica.up and replica.info is not None]
 
+    def _needed(self) -> WeightUpdate | None:
+        """The weights that servers should have now, if somebody needs them there."""
+        return self._wanted if self._in_use or self._for_others else None
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        self._in_use += 1
+        try:
+            yield
+        finally:
+            self._in_use -= 1
+
     def _no_server(self) -> RunError:
         return RunError(
             f"No rollout server has been there for {self._patience:g} s (vllm_server_timeout). "
@@ -238,6 +257,12 @@ class RolloutClient:
         while not self.alive:
             if time.monotonic() - started > self._patience:
                 raise self._no_server()
+            await asyncio.sleep(POLL / 5)
+
+    async def _back(self, replica: Replica) -> None:
+        """Waits a little for a server that is only to be given its weights."""
+        started = time.monotonic()
+        while not replica.up and time.monotonic() - started < min(self._patience, 30.0):
             await asyncio.sleep(POLL / 5)
 
     async def _update(self, update: WeightUpdate) -> WeightReport | None:
@@ -275,18 +300,30 @@ class RolloutClient:
 
     async def _of_each(self, body: bytes, accept: Callable[[bytes], Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        await self._some_server()
-        for replica in self.replicas:
-            if replica.up:
-                try:
-                    found[replica.name] = accept(await replica.call(GENERATE, body, self._sample_timeout))
-                except (Away, TooSlow) as error:
-                    replica.drop(str(error))
-                except Refused as error:
-                    raise self._said(replica, error) from error
-                except BadAnswer as error:
-                    raise RunError(f"{replica.name}: {error}") from error
-        return found
+        with self._using():
+            for _ in range(MOST_TRIES["away"]):
+                await self._some_server()
+                for replica in self.replicas:
+                    if replica.up and replica.name not in found:
+                        await self._of_one(replica, body, accept, found)
+                if found and all(replica.name in found for replica in self.replicas if replica.up):
+                    return found
+        raise RunError(f"No server could make a sample. {self.describe_outage()}.")
+
+    async def _of_one(
+        self, replica: Replica, body: bytes, accept: Callable[[bytes], Any], found: dict[str, Any]
+    ) -> None:
+        try:
+            found[replica.name] = accept(await replica.call(GENERATE, body, self._sample_timeout))
+        except (Away, TooSlow) as error:
+            replica.drop(str(error))
+        except Refused as error:
+            if error.kind != "stale":
+                raise self._said(replica, error) from error
+            replica.drop(_stale(error))
+            await self._back(replica)
+        except BadAnswer as error:
+            raise RunError(f"{replica.name}: {error}") from error
 
     @staticmethod
     def _said(replica: Replica, error: Refused) -> InputError | RunError:
@@ -294,6 +331,10 @@ class RolloutClient:
         return kind(f"{replica.name} refused (HTTP status {error.status}): {error.sentence}")
 
     async def _make(self, jobs: Jobs, made: SimpleQueue[tuple[int, Any] | None]) -> None:
+        with self._using():
+            await self._make_all(jobs, made)
+
+    async def _make_all(self, jobs: Jobs, made: SimpleQueue[tuple[int, Any] | None]) -> None:
         started = time.thread_time()
         round_ = _Round(jobs)
         running: dict[asyncio.Task[Any], tuple[int, Replica]] = {}
@@ -351,7 +392,7 @@ class RolloutClient:
             replica.drop(str(error))
             self._again(round_, number, replica, "away", str(error))
         elif isinstance(error, Refused) and error.kind == "stale":
-            replica.drop(f"it has other weights than those of this step ({error.sentence.rstrip('.')})")
+            replica.drop(_stale(error))
             self._again(round_, number, replica, "away", error.sentence)
         elif isinstance(error, TooSlow):
             self._again(round_, number, replica, "broken", f"{error} (vllm_request_timeout)")
@@ -371,6 +412,10 @@ class RolloutClient:
         if kind == "broken":
             logger.warning("%s failed to make a sample, which is asked for again: %s", replica.name, words)
         round_.give_back([number], avoid=replica)
+
+
+def _stale(error: Refused) -> str:
+    return f"it has other weights than those of this step ({error.sentence.rstrip('.')})"
 
 
 @dataclass(eq=False)

@@ -78,6 +78,7 @@ class VLLMOmniEngine:
             sample_timeout=args.vllm_request_timeout,
             check=partial(check_server, pipeline_class=type(self.model.pipeline).__name__),
             on_wait=context.on_step,
+            for_others=brings_weights and context.world_size > 1,
         )
         weakref.finalize(self, self.client.close)
         self.infos = self.client.connect()
