@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,11 @@ THINKERS = {
     "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
 }
 
-ATTENTION = r".*language_model\.layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)"
-"""`target_modules` of a `LoraConfig` for the attention of the language model, and of none of the towers beside it."""
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+"""`target_modules` of a `LoraConfig` for attention; `exclude_modules` is [`TOWERS`], which have the same names."""
+
+TOWERS = r".*\b(audio_tower|visual)\b.*"
+"""`exclude_modules` of a `LoraConfig`: what sees and hears."""
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 """`target_parameters` of a `LoraConfig` for the experts of Qwen3-Omni, which are parameters and no modules."""
@@ -134,6 +138,32 @@ def freeze_routers(model: nn.Module) -> list[str]:
     return frozen
 
 
+def check_adapted(model: nn.Module, pattern: Any) -> None:
+    """
+    Raises where an adapter went elsewhere than its pattern says.
+
+    For mixtures of experts that Transformers 5 keeps fused, PEFT (0.21) makes of a pattern in `target_modules` the
+    last part of each name that it matches, and so adapts every module that is called so.
+
+    Args:
+        model (`nn.Module`):
+            A model with adapters.
+        pattern (`str`, `list` or `None`):
+            `target_modules` as the user gave them; only a pattern is looked at.
+    """
+    if not isinstance(pattern, str) or pattern == "all-linear":
+        return
+    for name, module in model.named_modules():
+        plain = name.removeprefix("base_model.model.")
+        if getattr(module, "lora_A", None) and not hasattr(module, "parameter_name"):
+            if not re.fullmatch(pattern, plain):
+                raise InputError(
+                    f"PEFT adapted {plain}, which target_modules={pattern!r} does not match, as it makes plain names "
+                    f"of a pattern for models with experts: use target_modules={ATTENTION} and "
+                    f"exclude_modules={TOWERS!r}."
+                )
+
+
 def media_tokens(config: Any) -> list[int]:
     """
     Ids of the tokens that stand for media or for their ends.
@@ -146,6 +176,32 @@ def media_tokens(config: Any) -> list[int]:
     """
     ids = (getattr(config, name, None) for name in _MEDIA_TOKENS)
     return sorted({token for token in ids if isinstance(token, int)})
+
+
+def restore(model: PreTrainedModel, folder: str | Path) -> None:
+    """
+    Gives a model the weights that were saved of it.
+
+    Transformers saves mixtures of experts as they are published, and its trainer takes the names in the file for those
+    of the model: what differs it would leave as it is, with a warning.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Changed in place.
+        folder (`str` or `Path`):
+            What `save_pretrained` wrote.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: it has not all weights of the model.
+    """
+    both: Any = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype, output_loading_info=True)
+    saved, report = both
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise InputError(
+            f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}: was it written to?"
+        )
+    model.load_state_dict(saved.state_dict())
 
 
 def save_with_thinker(thinker: str | Path, checkpoint: str | Path, output: str | Path) -> None:
@@ -161,7 +217,7 @@ def save_with_thinker(thinker: str | Path, checkpoint: str | Path, output: str |
             Folder to write.
 
     Raises:
-        [`~omnitrl.errors.InputError`]: `thinker` has no weights of a Thinker, or `output` is one of the other folders.
+        [`~omnitrl.errors.InputError`]: the weights of the two do not match, or `output` is one of the folders.
 
     Example:
 
@@ -175,10 +231,14 @@ def save_with_thinker(thinker: str | Path, checkpoint: str | Path, output: str |
     thinker, checkpoint, output = Path(thinker), Path(checkpoint), Path(output)
     if output.resolve() in (thinker.resolve(), checkpoint.resolve()):
         raise InputError(f"output={output} is a folder that is read from: give another one, such as {output}-trained.")
-    trained = sorted(thinker.glob("model*.safetensors"))
-    if not trained:
+    trained, others = (sorted(folder.glob("model*.safetensors")) for folder in (thinker, checkpoint))
+    wanted = {name for name in _names(others) if name.startswith(_PREFIX)}
+    names = list(_names(trained))
+    if {_prefixed(name) for name in names} != wanted or not wanted:
+        differing = sorted({_prefixed(name) for name in names} ^ wanted) or ["none"]
         raise InputError(
-            f"{thinker} has no model.safetensors: give the folder of a trained Thinker; an adapter is merged first, "
+            f"{thinker} and {checkpoint} have no Thinker with the same weights ({len(names)} and {len(wanted)} of "
+            f"them; {differing[0]} is in one only): give the folder of a trained Thinker, whose adapter was merged "
             "with model.merge_and_unload()."
         )
     output.mkdir(parents=True, exist_ok=True)
@@ -187,13 +247,11 @@ def save_with_thinker(thinker: str | Path, checkpoint: str | Path, output: str |
             shutil.copy2(path, output)
     places: dict[str, str] = {}
     size = 0
-    for number, path in enumerate([*trained, *sorted(checkpoint.glob("model*.safetensors"))]):
+    for number, path in enumerate([*trained, *others]):
         with safe_open(path, "pt") as file:
-            ours = path in trained
-            names = [name for name in file.keys() if name.startswith(_PREFIX) == ours]
-            weights = {name: file.get_tensor(name) for name in names}
-        if ours and not weights:
-            raise InputError(f"{path} has no weights that begin with {_PREFIX!r}: is it a Thinker that was trained?")
+            kept = [name for name in file.keys() if path in trained or not name.startswith(_PREFIX)]
+            prefix = _prefixed if path in trained else str
+            weights = {prefix(name): file.get_tensor(name) for name in kept}
         if weights:
             shard = f"model-{number:05}.safetensors"
             save_file(weights, output / shard, metadata={"format": "pt"})
@@ -201,3 +259,16 @@ def save_with_thinker(thinker: str | Path, checkpoint: str | Path, output: str |
             size += sum(weight.nbytes for weight in weights.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
     (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+
+
+def _names(paths: Iterable[Path]) -> Iterator[str]:
+    from safetensors import safe_open
+
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            yield from file.keys()
+
+
+def _prefixed(name: str) -> str:
+    """A weight's name in a whole checkpoint; Transformers saves a Thinker with or without the prefix."""
+    return name if name.startswith(_PREFIX) else _PREFIX + name

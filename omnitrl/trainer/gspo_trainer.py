@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather, gather_object
+from accelerate.utils import gather, gather_object, is_peft_model
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
@@ -23,7 +23,7 @@ from omnitrl.errors import InputError, RunError
 from omnitrl.omni.decoding import VideoLimits
 from omnitrl.omni.processing import OmniProcessor, RowInputs, collate, pad_token_fields
 from omnitrl.omni.rows import MEDIA_COLUMNS, ROW_COLUMN, OmniRow, numbered, read_row, undecoded
-from omnitrl.omni.thinker import freeze_routers, has_thinker, load_thinker, media_tokens
+from omnitrl.omni.thinker import check_adapted, freeze_routers, has_thinker, load_thinker, media_tokens, restore
 from omnitrl.trainer.gspo_config import GSPOConfig
 from omnitrl.trainer.text_rewards import TextRewards
 
@@ -73,7 +73,7 @@ class GSPOTrainer(GRPOTrainer):
         reward_funcs="multiple_choice",
         args=GSPOConfig("qwen3-omni-gspo"),
         train_dataset=dataset,
-        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=ATTENTION),
+        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=ATTENTION, exclude_modules=TOWERS),
     )
     trainer.train()
     ```
@@ -120,6 +120,7 @@ class GSPOTrainer(GRPOTrainer):
         self._media: list[RowInputs] = []
         self._log_probs: Tensor | None = None
         self._rewards = TextRewards(reward_funcs, args) if reward_funcs is not None else None
+        targets = getattr(peft_config, "target_modules", None)  # PEFT changes them in place
         loaded, kept = self._loaded(model, args, peft_config, options), args.model_init_kwargs
         if loaded is not model:
             args.model_init_kwargs = None  # used up
@@ -134,6 +135,7 @@ class GSPOTrainer(GRPOTrainer):
             **options,
         )
         args.model_init_kwargs = kept
+        check_adapted(self.model, targets)
         limits = VideoLimits(args.video_fps, args.video_max_frames)
         self.omni = OmniProcessor(self._processor, limits, self._template_options)
         self._by_row = isinstance(self.processing_class, ProcessorMixin) and not self._has_own_rollouts
@@ -403,6 +405,20 @@ class GSPOTrainer(GRPOTrainer):
         in_use = None if self._step % micro_steps == 0 else self._buffered_inputs
         path = folder / _ROLLOUT_FILE.format(rank=self.accelerator.process_index)
         torch.save({"step": self._step, "rollout": in_use}, path)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        model = self.model if model is None else model
+        if self.is_fsdp_enabled or not isinstance(model, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            restore(model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or self.is_fsdp_enabled or self.is_deepspeed_enabled or is_peft_model(self.model):
+            super()._load_best_model()
+        else:
+            restore(self.model, best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

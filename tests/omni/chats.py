@@ -8,12 +8,13 @@ import numpy as np
 from PIL import Image
 
 from omnitrl.media import Audio
+from omnitrl.omni import read_row as read_row
 from omnitrl.trainer.gspo_config import GSPOConfig
 from omnitrl.trainer.gspo_trainer import GSPOTrainer
 from tests.omni import tiny
 
 
-KINDS = ("text", "image", "video", "audio", "mixed")
+OF_THE_TRAINER = ("peft_config", "processing_class", "reward_processing_classes", "eval_dataset", "callbacks")
 
 
 def png(colour, size=(24, 24)):
@@ -81,8 +82,7 @@ def options(folder, **changed):
 
 def trainer(folder, kind="mixed", model=None, reward=vowels, **changed):
     """A trainer on rows of a kind, or on a dataset; arguments that are no options go to the trainer."""
-    given = {name: changed.pop(name) for name in ("peft_config", "processing_class", "eval_dataset", "callbacks")
-             if name in changed}  # fmt: skip
+    given = {name: changed.pop(name) for name in OF_THE_TRAINER if name in changed}
     given.setdefault("processing_class", tiny.processor())
     return GSPOTrainer(
         model=tiny.thinker() if model is None else model,

@@ -10,8 +10,16 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     BatchFeature,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniProcessor,
     Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
     Qwen3OmniMoeProcessor,
@@ -66,7 +74,7 @@ class TinyVideoProcessor(BaseVideoProcessor):
     model_input_names = ["pixel_values_videos", "video_grid_thw"]
 
     def __init__(self, **options):
-        self.frames = Qwen2VLImageProcessorPil(**VISION, **options)
+        pass
 
     def __call__(self, videos, **options):
         patches, grids = zip(*map(self._patches, videos), strict=True)
@@ -76,9 +84,9 @@ class TinyVideoProcessor(BaseVideoProcessor):
         side, per_patch = self.patch_size * self.merge_size, self.temporal_patch_size
         frames = [np.transpose(np.asarray(frame), (2, 0, 1)) for frame in video]
         frames += [frames[-1]] * (-len(frames) % per_patch)
-        size = SizeDict(**VISION["size"])
-        pixels = np.stack([self.frames.resize(frame, size, 3, side) for frame in frames]) / 255.0
-        mean, std = (np.array(v)[:, None, None] for v in (self.frames.image_mean, self.frames.image_std))
+        images, size = Qwen2VLImageProcessorPil(**VISION), SizeDict(**VISION["size"])
+        pixels = np.stack([images.resize(frame, size, 3, side) for frame in frames]) / 255.0
+        mean, std = (np.array(v)[:, None, None] for v in (images.image_mean, images.image_std))
         pixels = ((pixels - mean) / std).astype(np.float32)
         t, (h, w) = len(frames) // per_patch, (n // self.patch_size for n in pixels.shape[-2:])
         m, p = self.merge_size, self.patch_size
@@ -109,12 +117,24 @@ def tokenizer():
     return made
 
 
-class TinyOmniProcessor(Qwen3OmniMoeProcessor):
-    """That of Qwen3-Omni, which takes the stand-in."""
+class TakesStandIn:
+    """A processor that does not ask of which class the one of videos is."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
         if argument_name != "video_processor":
             super().check_argument_for_proper_class(argument_name, argument)
+
+
+class TinyOmniProcessor(TakesStandIn, Qwen3OmniMoeProcessor):
+    """That of Qwen3-Omni."""
+
+
+class TinyOmni25Processor(TakesStandIn, Qwen2_5OmniProcessor):
+    """That of Qwen2.5-Omni."""
+
+
+class TinyVLProcessor(TakesStandIn, Qwen2_5_VLProcessor):
+    """That of Qwen2.5-VL."""
 
 
 def processor(class_=TinyOmniProcessor):
@@ -124,6 +144,16 @@ def processor(class_=TinyOmniProcessor):
         video_processor=TinyVideoProcessor(),
         feature_extractor=WhisperFeatureExtractor(feature_size=MEL_BINS, sampling_rate=RATE),
         tokenizer=tokenizer(),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def vision_language_processor():
+    """A processor for pictures and text."""
+    return TinyVLProcessor(
+        image_processor=Qwen2VLImageProcessorPil(**VISION),
+        tokenizer=tokenizer(),
+        video_processor=TinyVideoProcessor(),
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -239,3 +269,97 @@ def save_full(folder, seed=0, **options):
     model = livened(Qwen3OmniMoeForConditionalGeneration(full_config()), seed)
     model.save_pretrained(folder, **options)
     return model.thinker
+
+
+def language_model(seed=0):
+    """A dense model that takes text alone."""
+    config = Qwen3Config(
+        vocab_size=256 + len(SPECIAL),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        eos_token_id=258,
+        pad_token_id=256,
+        tie_word_embeddings=False,
+    )
+    return livened(Qwen3ForCausalLM(config), seed)
+
+
+TEXT = {
+    "vocab_size": 256 + len(SPECIAL),
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+}
+SIGHT = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "window_size": 4 * PATCH,
+    "fullatt_block_indexes": [0],
+}
+
+
+def token_id(name):
+    """Id of a token by its name, such as `image_token`."""
+    return 256 + SPECIAL.index(NAMED[name])
+
+
+def full_config_25():
+    """Qwen2.5-Omni without its Talker."""
+    hearing = {"num_mel_bins": MEL_BINS, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+    hearing |= {"d_model": 32, "output_dim": 32, "max_source_positions": 200, "n_window": 50}
+    return Qwen2_5OmniConfig(
+        enable_audio_output=False,
+        thinker_config={
+            "text_config": TEXT,
+            "audio_config": hearing,
+            "vision_config": SIGHT,
+            "tie_word_embeddings": False,
+            **{f"{kind}_token_index": token_id(f"{kind}_token") for kind in ("image", "video", "audio")},
+            "vision_start_token_id": token_id("vision_bos_token"),
+            "vision_end_token_id": token_id("vision_eos_token"),
+            "audio_start_token_id": token_id("audio_bos_token"),
+            "audio_end_token_id": token_id("audio_eos_token"),
+        },
+    )
+
+
+def save_full_25(folder, seed=0):
+    """Writes a checkpoint of Qwen2.5-Omni, and returns its Thinker."""
+    model = livened(Qwen2_5OmniForConditionalGeneration(full_config_25()), seed)
+    model.save_pretrained(folder)
+    return model.thinker
+
+
+def thinker_25(seed=0):
+    """The Thinker of Qwen2.5-Omni, which is dense."""
+    return livened(Qwen2_5OmniForConditionalGeneration(full_config_25()).thinker, seed)
+
+
+def vision_language_model(seed=0):
+    """Qwen2.5-VL."""
+    config = Qwen2_5_VLConfig(
+        text_config=TEXT,
+        vision_config=SIGHT,
+        image_token_id=token_id("image_token"),
+        video_token_id=token_id("video_token"),
+        vision_start_token_id=token_id("vision_bos_token"),
+        vision_end_token_id=token_id("vision_eos_token"),
+        tie_word_embeddings=False,
+    )
+    return livened(Qwen2_5_VLForConditionalGeneration(config), seed)

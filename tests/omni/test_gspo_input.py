@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What GSPO makes of rewards that fail or are many, and of data, options and models that do not go together."""
+
+import datasets
+import pytest
+import torch
+import trl.rewards
+from peft import LoraConfig
+from transformers import Qwen3ForSequenceClassification
+from trl import GRPOConfig
+
+from omnitrl.errors import InputError
+from omnitrl.rewards import RewardError
+from omnitrl.trainer.gspo_config import GSPOConfig
+from tests.omni import chats, tiny
+
+
+def rollout(trained):
+    """What TRL makes of one batch of prompts."""
+    trained.model.train()
+    batch = next(iter(trained.get_train_dataloader()))
+    return batch, trained._generate_and_score_completions(batch)
+
+
+def text_trainer(folder, reward, rows=None, **changed):
+    rows = rows or [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(2)]
+    changed = {"model": tiny.language_model(), "processing_class": tiny.tokenizer(), **changed}
+    return chats.trainer(folder, datasets.Dataset.from_list(rows), reward=reward, **changed)
+
+
+# Rewards
+
+
+def test_rewards_are_given_all_columns(tmp_path):
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, images, audios, videos, kind, trainer_state, **kwargs):
+        seen.update(locals())
+        return [0.0] * len(prompts)
+
+    rows = datasets.Dataset.from_list([row | {"kind": str(i)} for i, row in enumerate(chats.ROWS["mixed"])])
+    trained = chats.trainer(tmp_path, rows, reward=reward)
+    rollout(trained)
+    assert seen["kwargs"].keys() == {"log_extra", "log_metric"}
+    assert seen["trainer_state"] is trained.state
+    for i, kind in enumerate(seen["kind"]):
+        given = chats.ROWS["mixed"][int(kind)]
+        assert seen["images"][i] == given["images"]
+        assert seen["audios"][i] == given["audios"]
+        assert seen["prompts"][i][0]["content"][-1] == {"type": "text", "text": given["prompt"][0]["content"]}
+        assert seen["completions"][i][0]["role"] == "assistant"
+        assert (
+            tiny.tokenizer().decode(seen["completion_ids"][i], skip_special_tokens=True)
+            == (seen["completions"][i][0]["content"])
+        )
+
+
+def test_a_failed_reward_is_missing_and_counted(tmp_path):
+    """It does not count as 0 beside another that has a value, and has no advantage."""
+
+    def fails(prompts, completions, **kwargs):
+        if "0" in prompts[0]:
+            raise RuntimeError("away")
+        return [1.0, 3.0]
+
+    def works(prompts, **kwargs):
+        return [100.0] * len(prompts)
+
+    trained = text_trainer(tmp_path, [fails, works], shuffle_dataset=False, reward_max_retries=0)
+    calls = []
+    trained._rewards._runner, submit = trained._rewards._runner, trained._rewards._runner.submit
+
+    def one_by_one(rows, completions, state, groups):
+        calls.append(len(rows))
+        for i in (0, 2):
+            submit(rows[i : i + 2], completions[i : i + 2], state, groups=groups[i : i + 2])
+
+    trained._rewards._runner.submit = one_by_one
+    _, output = rollout(trained)
+    assert calls == [4]
+    assert output["advantages"].tolist() == pytest.approx([0, 0, -0.7071, 0.7071], abs=1e-3)
+    metrics = trained._metrics["train"]
+    assert metrics["rewards/fails/failed"] == [2]
+    assert metrics["reward"] == [102.0]
+
+
+def test_a_reward_that_keeps_failing_ends_the_run(tmp_path):
+    def fails(prompts, **kwargs):
+        raise RuntimeError("away")
+
+    trained = text_trainer(tmp_path, fails, reward_max_retries=0)
+    with pytest.raises(RewardError, match="fails"):
+        rollout(trained)
+
+
+def test_asynchronous_rewards_and_what_rewards_log(tmp_path):
+    async def slow(prompts, log_metric, log_extra, **kwargs):
+        log_metric("length", 7.0)
+        log_extra("note", [f"of {prompt}" for prompt in prompts])
+        return [float(i) for i in range(len(prompts))]
+
+    trained = text_trainer(tmp_path, slow)
+    batch, _ = rollout(trained)
+    assert trained._metrics["train"]["length"] == [7.0]
+    assert list(trained._logs["extra"]["note"]) == [f"of {row['prompt']}" for row in batch]
+
+
+def test_text_rewards_of_trl(tmp_path):
+    reward = trl.rewards.get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2)
+    trained = text_trainer(tmp_path, reward)
+    _, output = rollout(trained)
+    lengths = output["completion_mask"].sum(1).float()
+    expected = torch.where(lengths <= 2, 0.0, (2 - lengths) / 2)
+    assert trained._metrics["train"]["reward"] == [pytest.approx(expected.mean().item())]
+
+
+def test_a_model_as_reward_beside_a_function(tmp_path):
+    torch.manual_seed(0)
+    config = tiny.language_model().config
+    config.num_labels = 1
+    judge = Qwen3ForSequenceClassification(config)
+    judge.config._name_or_path = "judge"
+    rewards = [judge, chats.vowels]
+    classes = [tiny.tokenizer(), None]
+    trained = text_trainer(tmp_path, rewards, reward_weights=[1.0, 0.5], reward_processing_classes=classes)
+    rollout(trained)
+    assert trained.reward_func_names == ["judge", "vowels"]
+    metrics = trained._metrics["train"]
+    both = metrics["rewards/judge/mean"][0] + 0.5 * metrics["rewards/vowels/mean"][0]
+    assert metrics["reward"] == [pytest.approx(both, abs=1e-5)]
+    assert rewards == [judge, chats.vowels]  # the list of the caller
+
+
+def test_rewards_by_path_and_by_name(tmp_path):
+    trained = text_trainer(tmp_path, ["tests.omni.chats:vowels"])
+    assert trained.reward_func_names == ["vowels"]
+    with pytest.raises(InputError, match=r"unknown reward 'brightnes': did you mean 'brightness'"):
+        text_trainer(tmp_path, "brightnes")
+    with pytest.raises(InputError, match="a reward looks at latents, which texts have not"):
+        text_trainer(tmp_path, "latent_scale")
+
+
+def test_the_control_gives_advantages_to_other_answers(tmp_path):
+    outputs = []
+    for shuffled in (False, True):
+        trained = text_trainer(
+            tmp_path, chats.vowels, shuffle_advantages=shuffled, num_generations=4, steps_per_generation=4
+        )
+        torch.manual_seed(3)
+        outputs.append(rollout(trained)[1]["advantages"])
+    plain, shuffled = outputs
+    assert sorted(plain.tolist()) == sorted(shuffled.tolist())
+    assert plain.tolist() != shuffled.tolist()
+
+
+# Data
+
+
+@pytest.mark.parametrize(
+    ("broken", "sentence"),
+    [
+        (
+            {"images": ["missing.png"]},
+            "Image 0 of row 1 of train_dataset is the file missing.png, which does not exist",
+        ),
+        ({"audios": [{"bytes": b"RIFF", "path": None}]}, "Audio 0 of row 1 of train_dataset is no"),
+        ({"images": []}, r"Row 1 of train_dataset has 1 place\(s\) for image in its messages and 0 in the column"),
+    ],
+)
+def test_bad_rows_are_named(broken, sentence, tmp_path):
+    content = [{"type": "text", "text": "x"}] + ([{"type": "image"}] if broken == {"images": []} else [])
+    good = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "y"}]}]}
+    rows = [good, {"prompt": [{"role": "user", "content": content}], **broken}]
+    empty = {name: [] for row in rows for name in row if name != "prompt"}
+    trained = chats.trainer(tmp_path, datasets.Dataset.from_list([empty | row for row in rows]))
+    with pytest.raises(InputError, match=sentence):
+        rollout(trained)
+
+
+def test_media_for_a_language_model(tmp_path):
+    rows = [chats.chat("x", [chats.png("red")])]
+    with pytest.raises(
+        InputError, match=r"Row 0 of train_dataset has media \(image\), but processing_class is a token"
+    ):
+        rollout(text_trainer(tmp_path, chats.vowels, rows * 2))
+
+
+def test_sounds_for_a_model_that_hears_nothing(tmp_path):
+    rows = datasets.Dataset.from_list([chats.chat("x", audios=[chats.tone(300)])] * 2)
+    trained = chats.trainer(
+        tmp_path, rows, tiny.vision_language_model(), processing_class=tiny.vision_language_processor()
+    )
+    with pytest.raises(InputError, match="Row 0 of train_dataset has sounds, but the model's processor takes none"):
+        rollout(trained)
+
+
+def test_streams_have_numbers_too(tmp_path):
+    rows = datasets.Dataset.from_list(chats.ROWS["mixed"]).to_iterable_dataset()
+    trained = chats.trainer(tmp_path, rows, shuffle_dataset=False)
+    _, output = rollout(trained)
+    assert [bool(media) for media in output["media"]] == [False, False, True, True]
+
+
+@pytest.mark.slow
+def test_evaluation_with_other_rows(tmp_path):
+    trained = chats.trainer(
+        tmp_path, eval_dataset={"heard": chats.dataset("audio")}, per_device_eval_batch_size=2, max_steps=2,
+        eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    trained.train()
+    assert len(chats.logged(trained, "eval_reward")) == 2
+    assert chats.logged(trained, "eval_ratio/mean") == [1.0, 1.0]
+
+
+# Options and models
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"importance_sampling_level": "tokens"},
+            r"importance_sampling_level='tokens' is unknown: use one of 'sequence'",
+        ),
+        ({"loss_type": "gspo"}, r"loss_type='gspo' is unknown: use one of 'grpo'"),
+        ({"epsilon": 0.0}, r"epsilon=0.0 must be above 0: use 3e-4"),
+        ({"router_aux_loss_coef": -0.1}, r"router_aux_loss_coef=-0.1 must be at least 0: use 0.001, or 0.0"),
+    ],
+)
+def test_options_that_cannot_be(options, sentence, tmp_path):
+    with pytest.raises(InputError, match=sentence):
+        GSPOConfig(**chats.options(tmp_path, **options))
+
+
+def test_a_rollout_is_used_for_four_updates(tmp_path):
+    plain = chats.options(tmp_path, gradient_accumulation_steps=3) | {"steps_per_generation": None}
+    assert GSPOConfig(**plain).steps_per_generation == 12
+    assert GSPOConfig(**plain | {"generation_batch_size": 8}).steps_per_generation == 4
+    assert GSPOConfig(**plain | {"steps_per_generation": 5}).steps_per_generation == 5
+
+
+def test_a_config_of_trl(tmp_path):
+    with pytest.raises(InputError, match=r"args is a GRPOConfig: use GSPOConfig\(output_dir='out'\)"):
+        chats.GSPOTrainer(tiny.thinker(), chats.vowels, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_the_limits_of_videos(tmp_path):
+    with pytest.raises(InputError, match="video_max_frames=1 must be at least 2"):
+        chats.trainer(tmp_path, video_max_frames=1)
+
+
+@pytest.mark.slow
+def test_a_reference_of_a_thinker_needs_an_adapter(tmp_path):
+    tiny.save_full(tmp_path / "whole")
+    with pytest.raises(InputError, match=r"beta=0.1 compares with the model at the start, .* give a peft_config"):
+        chats.trainer(tmp_path, model=str(tmp_path / "whole"), beta=0.1)
+    adapted = chats.trainer(
+        tmp_path, model=str(tmp_path / "whole"), beta=0.1, peft_config=LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    adapted.train()
+    assert chats.logged(adapted, "kl")[0] == pytest.approx(0, abs=1e-6)
+    assert chats.logged(adapted, "kl")[1] > 0
+
+
+def test_the_engine_of_trl_is_given_pictures_alone(tmp_path):
+    trained = chats.trainer(tmp_path)
+    trained._batch_rows = [chats.read_row(row, f"row {i}") for i, row in enumerate(chats.ROWS["image"])]
+    assert [[image.size for image in images] for images in trained._pictures()] == [[(24, 24)], [(24, 24), (40, 16)]]
+    trained._batch_rows = [chats.read_row(row, f"row {i}") for i, row in enumerate(chats.ROWS["mixed"])]
+    with pytest.raises(
+        InputError, match=r"Row 2 has video, but use_vllm=True is TRL's engine, which is given pictures"
+    ):
+        trained._pictures()
+
+
+def test_continuous_batching_is_for_language_models(tmp_path):
+    with pytest.raises(ValueError, match="does not support multimodal models"):
+        chats.trainer(tmp_path, use_transformers_continuous_batching=True)
