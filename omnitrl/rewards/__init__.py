@@ -6,7 +6,7 @@ A reward is called with keyword arguments only:
 | keyword | value |
 |---|---|
 | `prompts` | `list[str]`, one per row |
-| `completions` | `list` of what was generated: PIL images, `omnitrl.media.Video`, `omnitrl.media.Audio`, latents |
+| `completions` | `list` of what was generated: PIL images, `omnitrl.media.Video` or `Audio`, or latents |
 | each other dataset column | `list`, one value per row |
 | `trainer_state` | `transformers.TrainerState` or `None` |
 | `log_metric(name, value)` | records a number; the mean over the calls is logged |
@@ -35,6 +35,16 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from .answers import (
+        AnswerReward,
+        FormatReward,
+        audio_answer_reward,
+        exact_answer_reward,
+        format_reward,
+        math_answer_reward,
+        multiple_choice_reward,
+        think_format_reward,
+    )
     from .audio import DurationReward, LoudnessReward, SilenceReward
     from .contract import RewardError, RewardFunc, RewardUnavailable
     from .differentiable import DifferentiableRewards
@@ -83,6 +93,7 @@ if TYPE_CHECKING:
 # Where each public name lives. It is imported when it is asked for: a reward's packages are needed by its users only.
 _EXPORTS = {
     "AestheticReward": "learned.aesthetic",
+    "AnswerReward": "answers",
     "AspectRatioReward": "rules",
     "BUILTIN_REWARDS": "registry",
     "CLAPReward": "learned.clap",
@@ -90,6 +101,7 @@ _EXPORTS = {
     "CustomTemplate": "judge",
     "DifferentiableRewards": "differentiable",
     "DurationReward": "audio",
+    "FormatReward": "answers",
     "HPSv2Reward": "learned.hps",
     "HPSv3Reward": "learned.hpsv3",
     "ImageRewardModel": "learned.image_reward",
@@ -116,20 +128,25 @@ _EXPORTS = {
     "TextRecognizer": "ocr",
     "VLMJudge": "judge",
     "YesNoTemplate": "judge",
+    "audio_answer_reward": "answers",
     "brightness_reward": "image",
     "colourfulness_reward": "image",
     "contrast_reward": "image",
     "differentiable_as": "traits",
     "differentiable_form": "traits",
     "entropy_reward": "image",
+    "exact_answer_reward": "answers",
     "flicker_reward": "video",
+    "format_reward": "answers",
     "framewise": "frames",
     "get_reward": "registry",
     "groupwise": "traits",
     "jpeg_compressibility_reward": "image",
     "jpeg_incompressibility_reward": "image",
     "latent_scale_reward": "latents",
+    "math_answer_reward": "answers",
     "motion_reward": "video",
+    "multiple_choice_reward": "answers",
     "ocr_exact_reward": "ocr",
     "ocr_reward": "ocr",
     "quoted_text": "text",
@@ -140,18 +157,21 @@ _EXPORTS = {
     "saturation_reward": "image",
     "sharpness_reward": "image",
     "text_score": "text",
+    "think_format_reward": "answers",
     "to_pil": "media",
 }
 
 __all__ = [
     "BUILTIN_REWARDS",
     "AestheticReward",
+    "AnswerReward",
     "AspectRatioReward",
     "CLAPReward",
     "CLIPReward",
     "CustomTemplate",
     "DifferentiableRewards",
     "DurationReward",
+    "FormatReward",
     "HPSv2Reward",
     "HPSv3Reward",
     "ImageRewardModel",
@@ -178,20 +198,25 @@ __all__ = [
     "TextRecognizer",
     "VLMJudge",
     "YesNoTemplate",
+    "audio_answer_reward",
     "brightness_reward",
     "colourfulness_reward",
     "contrast_reward",
     "differentiable_as",
     "differentiable_form",
     "entropy_reward",
+    "exact_answer_reward",
     "flicker_reward",
+    "format_reward",
     "framewise",
     "get_reward",
     "groupwise",
     "jpeg_compressibility_reward",
     "jpeg_incompressibility_reward",
     "latent_scale_reward",
+    "math_answer_reward",
     "motion_reward",
+    "multiple_choice_reward",
     "ocr_exact_reward",
     "ocr_reward",
     "quoted_text",
@@ -202,6 +227,7 @@ __all__ = [
     "saturation_reward",
     "sharpness_reward",
     "text_score",
+    "think_format_reward",
     "to_pil",
 ]
 
