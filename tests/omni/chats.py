@@ -14,6 +14,7 @@ from omnitrl.trainer.gspo_trainer import GSPOTrainer
 from tests.omni import tiny
 
 
+KINDS = ("text", "image", "video", "audio", "mixed")
 OF_THE_TRAINER = ("peft_config", "processing_class", "reward_processing_classes", "eval_dataset", "callbacks")
 
 

@@ -97,10 +97,10 @@ def test_the_ratio_of_a_sequence_by_hand(tmp_path):
     assert metrics["clip_ratio/region_mean"] == [0.5]
 
 
-def independent_loss(model, batch, old, epsilon, epsilon_high, temperature):
+def independent_loss(model, batch, old, epsilon, epsilon_high, temperature, rows=chats.ROWS["mixed"]):
     """GSPO of a micro-batch: each answer alone and without padding, its prompt processed anew from the dataset."""
     processor = OmniProcessor(tiny.processor())
-    rows = {tuple(processor(read_row(row)).input_ids): row for row in chats.ROWS["mixed"]}
+    rows = {tuple(processor(read_row(row)).input_ids): row for row in rows}
     losses = []
     for i in range(len(batch["advantages"])):
         prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist()

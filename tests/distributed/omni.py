@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two processes do with a model that sees and hears, started by `test_omni.py`."""
+
+import os
+
+import datasets
+import torch
+
+from omnitrl.errors import OmniTRLError
+from omnitrl.rewards import RewardError
+from tests.distributed.launch import main
+from tests.omni import chats
+from tests.omni.test_gspo import recorded
+
+
+RANK = int(os.environ.get("RANK", 0))
+
+# The first process has two texts, the second a picture and a sound, with two answers each.
+ROWS = [*chats.ROWS["text"], chats.ROWS["image"][1], chats.ROWS["audio"][1]]
+
+
+def rows():
+    return datasets.Dataset.from_list(ROWS)
+
+
+def mixed(place, **changed):
+    """Two updates, and everything that is needed to compute them again."""
+    record = recorded(
+        place, rows(), shuffle_dataset=False, learning_rate=3e-3, epsilon=0.1, epsilon_high=0.1, **changed
+    )
+    return {
+        "wrapper": type(record.trainer.model_wrapped).__name__,
+        "before": record.weights,
+        "after": record.trainer.model.state_dict(),
+        "gradients": record.gradients,
+        "batches": record.batches,
+        "logs": record.trainer.state.log_history,
+    }
+
+
+def checkpointed(place):
+    return mixed(place, gradient_checkpointing=True)
+
+
+def broken_reward(place):
+    """A reward that breaks its contract in the second process."""
+
+    def reward(prompts, **kwargs):
+        if RANK == 1:
+            raise RewardError("no numbers here")
+        return [0.0] * len(prompts)
+
+    trained = chats.trainer(place, rows(), reward=reward)
+    try:
+        trained.train()
+    except OmniTRLError as error:
+        return type(error).__name__, str(error)
+
+
+def failed_on_one(place):
+    """A reward that fails in the second process, which is counted in both."""
+
+    def reward(prompts, **kwargs):
+        if RANK == 1:
+            raise RuntimeError("away")
+        return [float(i % 2) for i in range(len(prompts))]
+
+    trained = chats.trainer(place, rows(), reward=reward, reward_max_retries=0, reward_max_failed_fraction=1.0)
+    trained.train()
+    return {name: chats.logged(trained, name) for name in ("rewards/reward/failed", "reward", "rewards/reward/mean")}
+
+
+SCENARIOS = {
+    "mixed": mixed,
+    "checkpointed": checkpointed,
+    "broken_reward": broken_reward,
+    "failed_on_one": failed_on_one,
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(SCENARIOS)
