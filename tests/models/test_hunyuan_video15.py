@@ -10,6 +10,7 @@ from PIL import Image
 from omnitrl.errors import InputError
 from omnitrl.media import Video
 from omnitrl.models import MediaSize, load_flow_model
+from tests.marks import first_fast
 from tests.tiny import CHECKPOINTS
 from tests.tiny.checkpoint import picture
 from tests.tiny.hunyuan import tiny_hunyuan_video15
@@ -180,7 +181,7 @@ def test_two_pictures_are_one_too_many(image_model):
         image_model.encode([{"prompt": "a cat", "images": [picture(0), picture(1)]}])
 
 
-@pytest.mark.parametrize("pipeline", ["HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"])
+@pytest.mark.parametrize("pipeline", first_fast(["HunyuanVideo15ImageToVideoPipeline", "HunyuanVideo15Pipeline"]))
 def test_training_moves_the_adapter(tmp_path, pipeline):
     trained = family_run(tmp_path, "flow_grpo", pipeline, max_steps=2)
     before = trainable(trained)

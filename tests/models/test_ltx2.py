@@ -357,6 +357,7 @@ def loudness(prompts, completions, **kwargs):
     return [float(np.abs(video.audio.samples).mean() - video.frames.mean() / 255) for video in completions]
 
 
+@pytest.mark.slow
 def test_a_reward_hears_the_sound_and_the_run_goes_on_where_it_stopped(tmp_path):
     def run(folder, **options):
         return family_run(tmp_path / folder, "flow_grpo", "LTX2Pipeline", rewards=loudness, **options)

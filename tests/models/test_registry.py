@@ -9,6 +9,7 @@ from diffusers import StableDiffusion3Pipeline
 from omnitrl.errors import InputError
 from omnitrl.models import FAMILIES, FlowModel, family_of, load_flow_model, register_family, registry
 from omnitrl.models.sd3 import SD3Model
+from tests.marks import first_fast
 from tests.tiny_models import tiny_model, tiny_of
 
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("pipeline_class", FAMILIES)
+@pytest.mark.parametrize("pipeline_class", first_fast(FAMILIES, 3))
 def test_a_folder_is_loaded_by_its_index(tmp_path, pipeline_class):
     tiny = tiny_of(pipeline_class)
     length = tiny.max_sequence_length

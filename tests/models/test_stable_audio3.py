@@ -124,6 +124,7 @@ def loudness(prompts, completions, **kwargs):
     return [float(np.square(sound.samples).mean()) for sound in completions]
 
 
+@pytest.mark.slow
 def test_two_updates_saved_and_resumed(tmp_path):
     def run(**options):
         torch.manual_seed(0)

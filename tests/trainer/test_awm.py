@@ -150,11 +150,15 @@ def test_there_is_no_average_where_it_has_no_weight(tmp_path):
         # Four sampler steps and two trained levels. Half of the old log-likelihoods come by in the first update. The
         # average is another policy from the second update of the run on.
         ({}, [4 + 1 + 2 + 1, 4 + 1 + 2 + 2]),
-        ({"ema_beta": 0.0}, [7, 7]),
-        ({"ema_beta": 0.0, "per_device_train_batch_size": 8, "max_steps": 2}, [6, 6]),
-        ({"ema_beta": 0.0, "num_iterations": 2, "gradient_accumulation_steps": 2}, [8, 8]),
-        ({"ema_beta": 0.0, "beta": 0.1}, [9, 9]),
-        ({"ema_beta": 0.0, "guidance_scale": 4.0}, [11, 11]),
+        *first_fast(
+            [
+                ({"ema_beta": 0.0, "guidance_scale": 4.0}, [11, 11]),
+                ({"ema_beta": 0.0}, [7, 7]),
+                ({"ema_beta": 0.0, "per_device_train_batch_size": 8, "max_steps": 2}, [6, 6]),
+                ({"ema_beta": 0.0, "num_iterations": 2, "gradient_accumulation_steps": 2}, [8, 8]),
+                ({"ema_beta": 0.0, "beta": 0.1}, [9, 9]),
+            ]
+        ),
     ],
 )
 def test_forwards_are_counted(tmp_path, options, counts):

@@ -238,7 +238,7 @@ def by_hand(run, buffer, rewards, weights, per_reward):
     return {name: p.grad.double() for name, p in run.flow_model.networks.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("per_reward", [False, True])
+@pytest.mark.parametrize("per_reward", first_fast([True, False]))
 @pytest.mark.parametrize("number", [None, 2])
 def test_the_first_gradient_is_that_of_the_formula(tmp_path, per_reward, number):
     scored = {"brightness": [], "redness": []}

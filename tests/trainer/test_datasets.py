@@ -123,6 +123,7 @@ def test_frames_and_seconds_of_rows(tmp_path, name, column, values):
     assert all(len(part) == 1 for part in lengths)
 
 
+@pytest.mark.slow
 def test_a_column_says_what_an_option_says(tmp_path):
     """Bit for bit, and the column wins."""
     by_option = trainer(tmp_path / "a", data=PROMPTS, height=32, width=96)
@@ -264,6 +265,7 @@ def test_what_a_stream_cannot_do(tmp_path):
     refused(lambda: trainer(tmp_path, "diffusion_dpo", eval_dataset=rows), "eval_dataset is a stream")
 
 
+@pytest.mark.slow
 def test_previews_of_a_stream(tmp_path):
     run = trainer(tmp_path, data=stream_of([{"prompt": prompt} for prompt in PROMPTS]), save_report=True, max_steps=2)
     records = []

@@ -47,7 +47,7 @@ def copied(model):
     return twin
 
 
-@pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("sde_type", first_fast(["flow_sde", "dance_sde", "cps"]))
 @pytest.mark.parametrize("form", FORMS)
 def test_the_loss_is_the_divergence_of_the_two_steps(tmp_path, form, sde_type):
     """From the velocities of both models, with coefficients and std from the transition table, in float64."""

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from omnitrl.errors import InputError
+from tests.marks import first_fast
 from tests.trainer.helpers import all_rows, config, fresh_rollout, logged, same, trainable, trainer
 from tests.trainer.test_laws import StopAt
 
@@ -53,7 +54,7 @@ def per_row(values):
 
 
 @pytest.mark.parametrize("sde_type", SDE_TYPES)
-@pytest.mark.parametrize("reweight", [True, False])
+@pytest.mark.parametrize("reweight", first_fast([True, False]))
 def test_the_first_gradient_is_advantage_times_noise(tmp_path, sde_type, reweight):
     run = guard(tmp_path, sde_type=sde_type, noise_level=NOISE[sde_type], reweight=reweight, epsilon=2e-6)
     buffer = fresh_rollout(run)

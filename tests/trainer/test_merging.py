@@ -7,6 +7,7 @@ from peft import LoraConfig
 
 from omnitrl.errors import InputError
 from omnitrl.trainer.merging import merged_adapters
+from tests.marks import first_fast
 from tests.tiny_models import tiny_model
 from tests.trainer.helpers import LORA, WITH_REPLAY, all_rows, fresh_rollout, logged, same, trainable, trainer
 
@@ -48,7 +49,7 @@ def test_weights_come_back_after_an_error(tmp_path):
     assert same(weights(run), before)
 
 
-@pytest.mark.parametrize("algorithm", WITH_REPLAY)
+@pytest.mark.parametrize("algorithm", first_fast(WITH_REPLAY, 2))
 def test_the_ratio_of_a_merged_rollout_stays_one(tmp_path, algorithm):
     run = trainer(tmp_path, algorithm, merge_adapters=True, guidance_scale=3.0)
     buffer = fresh_rollout(run)

@@ -12,6 +12,7 @@ from omnitrl.rollout import ENGINES, LocalEngine
 from omnitrl.trainer import TRAINERS, get_trainer
 from omnitrl.trainer.replay_trainer import PolicyGradientTrainer
 from omnitrl.trainer.rollouts import IMPORTANCE_WEIGHTS
+from tests.marks import first_fast
 from tests.trainer.helpers import all_rows, fresh_rollout, logged, same, trainable, trainer
 
 
@@ -102,7 +103,7 @@ def test_the_loss_of_a_step_is_weighted_by_its_importance(tmp_path, mode):
     assert (weighted - losses).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("algorithm", WITH_POLICY_GRADIENT)
+@pytest.mark.parametrize("algorithm", first_fast(WITH_POLICY_GRADIENT))
 def test_every_policy_gradient_can_be_corrected_and_resumed(tmp_path, algorithm):
     run = drifted_run(tmp_path, algorithm, vllm_importance_sampling_correction=True, logp_diff_bound=10.0)
     run.train()

@@ -159,7 +159,7 @@ def still_and_moving(parts, weights):
     return (audio, video) if weights["audio"] == 0 else (video, audio)
 
 
-@pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("sde_type", first_fast(["flow_sde", "dance_sde", "cps"]))
 @pytest.mark.parametrize("weights", [{"video": 1.0, "audio": 0.0}, {"video": 0.0, "audio": 1.0}])
 def test_a_modality_of_weight_0_takes_ode_steps_to_the_bit(model, parts, sde_type, weights):
     still, moving = still_and_moving(parts, weights)
