@@ -53,6 +53,7 @@ EXTRAS = {
     "audio": ["soxr>=0.5"],
     "deepspeed": ["deepspeed>=0.17"],
     "judge": ["openai>=1.60"],
+    "math": ["math-verify>=0.8"],
     "ocr": ["rapidocr-onnxruntime>=1.4,<2"],
     # torchvision: the video processors of Transformers need it
     "omni": ["av>=12", "soundfile>=0.12", "soxr>=0.5", "torchvision>=0.21"],
@@ -66,7 +67,7 @@ EXTRAS = {
 EXTRAS["dev"] = EXTRAS["test"] + EXTRAS["quality"] + EXTRAS["docs"]
 EXTRAS["all"] = [
     package
-    for extra in ("dev", "audio", "deepspeed", "judge", "ocr", "omni", "serve", "trackers", "vllm")
+    for extra in ("dev", "audio", "deepspeed", "judge", "math", "ocr", "omni", "serve", "trackers", "vllm")
     for package in EXTRAS[extra]
 ]
 

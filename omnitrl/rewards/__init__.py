@@ -19,8 +19,8 @@ the row; neither is ever taken for 0.
 A reward is a function, an `async` function, an object with `__call__` (or `async __call__`), an `nn.Module`, the name
 of a built-in reward, a dotted path `package.module:function`, the Hub id of a reward model, or the URL of a reward
 server. It is given those of the keywords above that its signature accepts: all of them if it takes `**kwargs`. It runs
-in a background thread, without gradients. Its [`RewardTraits`] say whether it wants to be called otherwise: for certain
-media, with whole groups, in batches, in a process of its own.
+in a background thread, without gradients. Its [`RewardTraits`] say whether it wants to be called otherwise: for
+certain media, with whole groups, in batches, in a process of its own.
 
 Example:
 

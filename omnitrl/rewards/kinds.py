@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from .contract import Reward, RewardError
 
 def media_kind(medium: Any) -> str | None:
     """
-    `"image"`, `"video"`, `"audio"`, or `None` for what is none of them.
+    `"image"`, `"video"`, `"audio"`, `"text"`, or `None` for what is none of them.
 
     Images are PIL images, arrays `(H, W)` or `(H, W, C)` and tensors `(C, H, W)`; videos are [`~omnitrl.media.Video`],
-    arrays and tensors with one dimension more, and lists of images.
+    arrays and tensors with one dimension more, and lists of images; texts are strings, and lists of messages.
     """
     if isinstance(medium, Image.Image):
         return "image"
@@ -28,11 +28,22 @@ def media_kind(medium: Any) -> str | None:
         return "video"
     if isinstance(medium, Audio):
         return "audio"
+    if isinstance(medium, str) or is_messages(medium):
+        return "text"
     if isinstance(medium, np.ndarray | torch.Tensor):
         return {2: "image", 3: "image", 4: "video"}.get(medium.ndim)
     if isinstance(medium, list | tuple) and medium:
         return "video" if all(media_kind(frame) == "image" for frame in medium) else None
     return None
+
+
+def is_messages(medium: Any) -> bool:
+    """Whether something is a text as TRL has those of chats: `[{"role": "assistant", "content": "B"}]`."""
+    return (
+        isinstance(medium, list | tuple)
+        and len(medium) > 0
+        and all(isinstance(message, Mapping) and "content" in message for message in medium)
+    )
 
 
 def shown_media(reward: Reward, media: Sequence[Any]) -> list[Any]:
@@ -81,4 +92,4 @@ def _cure(takes: Sequence[str], kind: str | None) -> str:
     )
 
 
-_PLURALS = {"image": "images", "video": "videos", "audio": "sounds", "latents": "latents"}
+_PLURALS = {"image": "images", "video": "videos", "audio": "sounds", "text": "texts", "latents": "latents"}

@@ -15,6 +15,7 @@ from .contract import RewardFunc
 BUILTIN_REWARDS = {
     "aesthetic": "omnitrl.rewards.learned.aesthetic:aesthetic_reward",
     "aspect_ratio": "omnitrl.rewards.rules:AspectRatioReward",
+    "audio_answer": "omnitrl.rewards.answers:audio_answer_reward",
     "brightness": "omnitrl.rewards.image:brightness_reward",
     "clap": "omnitrl.rewards.learned.clap:clap_reward",
     "clip": "omnitrl.rewards.learned.clip:clip_reward",
@@ -22,7 +23,9 @@ BUILTIN_REWARDS = {
     "contrast": "omnitrl.rewards.image:contrast_reward",
     "duration": "omnitrl.rewards.audio:DurationReward",
     "entropy": "omnitrl.rewards.image:entropy_reward",
+    "exact_answer": "omnitrl.rewards.answers:exact_answer_reward",
     "flicker": "omnitrl.rewards.video:flicker_reward",
+    "format": "omnitrl.rewards.answers:format_reward",
     "hpsv2": "omnitrl.rewards.learned.hps:hpsv2_reward",
     "hpsv3": "omnitrl.rewards.learned.hpsv3:hpsv3_reward",
     "imagereward": "omnitrl.rewards.learned.image_reward:imagereward_reward",
@@ -35,8 +38,10 @@ BUILTIN_REWARDS = {
     "judge_yes_no": "omnitrl.rewards.judge.builtin:judge_yes_no",
     "latent_scale": "omnitrl.rewards.latents:latent_scale_reward",
     "loudness": "omnitrl.rewards.audio:LoudnessReward",
+    "math_answer": "omnitrl.rewards.answers:math_answer_reward",
     "motion": "omnitrl.rewards.video:motion_reward",
     "moving": "omnitrl.rewards.video:MovingReward",
+    "multiple_choice": "omnitrl.rewards.answers:multiple_choice_reward",
     "ocr": "omnitrl.rewards.ocr:ocr_reward",
     "ocr_exact": "omnitrl.rewards.ocr:ocr_exact_reward",
     "pickscore": "omnitrl.rewards.learned.clip:pickscore_reward",
@@ -45,6 +50,7 @@ BUILTIN_REWARDS = {
     "silence": "omnitrl.rewards.audio:SilenceReward",
     "size": "omnitrl.rewards.rules:SizeReward",
     "text_length": "omnitrl.rewards.rules:TextLengthReward",
+    "think_format": "omnitrl.rewards.answers:think_format_reward",
 }
 """Names of the built-in rewards and where they live. A class stands for an instance with its defaults."""
 

@@ -3,6 +3,7 @@
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Literal
 
 from omnitrl.errors import InputError
@@ -69,8 +70,8 @@ def plain_text(text: str, strip: str) -> str:
     return unicodedata.normalize("NFC", text).lower()
 
 
-def _edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance, one row of the table at a time."""
+def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
+    """Levenshtein distance of two texts or two lists of words, one row of the table at a time."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         diagonal, row[0] = row[0], i
@@ -147,5 +148,5 @@ def text_score(
         return float(not read)
     if substring and wanted in read:
         return 1.0
-    distance = min(_edit_distance(read, wanted), len(wanted))
+    distance = min(edit_distance(read, wanted), len(wanted))
     return 1.0 - distance / len(wanted)

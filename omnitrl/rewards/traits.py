@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from omnitrl.errors import InputError
 
 
-MEDIA_KINDS = ("image", "video", "audio", "latents")
+MEDIA_KINDS = ("image", "video", "audio", "text", "latents")
 """What a reward may look at."""
 
 F = TypeVar("F", bound=Callable[..., Any])
