@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -12,17 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from transformers import AutoProcessor, PreTrainedModel, TrainerCallback
 from trl import DPOTrainer
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
-from omnitrl.errors import InputError, RunError
+from omnitrl.errors import InputError
 from omnitrl.omni.pairs import ANSWERS, REFERENCE_COLUMNS, PairCollator, PairProcessor, read_pair
 from omnitrl.omni.rows import MEDIA_COLUMNS, ROW_COLUMN, numbered, undecoded
-from omnitrl.omni.thinker import freeze_routers, has_thinker, load_thinker
+from omnitrl.omni.thinker import check_adapted, has_thinker, load_thinker
+from omnitrl.trainer.omni_base import OmniTrainer
 from omnitrl.trainer.omni_dpo_config import OmniDPOConfig
 
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftConfig, PeftModel
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
-logger = logging.getLogger(__name__)
 
 # What the collator takes of a row.
 _COLUMNS = ["prompt", *ANSWERS, *MEDIA_COLUMNS, "tools", "chat_template_kwargs", ROW_COLUMN, *REFERENCE_COLUMNS]
@@ -43,7 +41,7 @@ _ALWAYS = {"input_ids", "attention_mask", "completion_mask", *REFERENCE_COLUMNS}
 CHECKED_ROWS = 256
 
 
-class OmniDPOTrainer(DPOTrainer):
+class OmniDPOTrainer(OmniTrainer, DPOTrainer):
     """
     Direct preference optimisation of the Thinker of Qwen3-Omni or Qwen2.5-Omni, or of a vision-language or language
     model, on pairs of answers.
@@ -80,7 +78,9 @@ class OmniDPOTrainer(DPOTrainer):
     ...     model="Qwen/Qwen3-Omni-30B-A3B-Instruct",
     ...     args=OmniDPOConfig(output_dir="omni-dpo"),
     ...     train_dataset=dataset,
-    ...     peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=ATTENTION, target_parameters=EXPERTS),
+    ...     peft_config=LoraConfig(
+    ...         r=32, lora_alpha=64, target_modules=ATTENTION, exclude_modules=TOWERS, target_parameters=EXPERTS
+    ...     ),
     ... )  # doctest: +SKIP
     ```
     """
@@ -119,16 +119,20 @@ class OmniDPOTrainer(DPOTrainer):
         peft_config: PeftConfig | None = None,
     ) -> None:
         where = str(model) if isinstance(model, str | Path) else get_config_model_id(model.config)
-        args = OmniDPOConfig(f"{where.rstrip('/').split('/')[-1]}-OmniDPO") if args is None else args
-        train_dataset = self._prepare_dataset(train_dataset, None, args, "train_dataset")
+        args = OmniDPOConfig(f"{Path(where).name}-OmniDPO") if args is None else args
+        if not isinstance(args, OmniDPOConfig):
+            raise InputError(f"args is a {type(args).__name__}: use OmniDPOConfig(output_dir='out').")
+        train_dataset = self._prepare_dataset(train_dataset, None, args, "train")
         if processing_class is None:
             processing_class = AutoProcessor.from_pretrained(where, **_remote(args))
         if data_collator is None:
             processor, multiple = PairProcessor(processing_class, args.limits), args.pad_to_multiple_of
             data_collator = PairCollator(processor, args.max_length, None if multiple is None else int(multiple))
+        targets = getattr(peft_config, "target_modules", None)  # PEFT changes them in place
         loaded: Any = _load(where, args, quantization_config) if isinstance(model, str | Path) else model
         _check_backbone(loaded)
-        if ref_model is None and peft_config is None and not is_peft_model(loaded) and _keeps_reference(args):
+        copied = ref_model is None and peft_config is None and not is_peft_model(loaded) and _keeps_reference(args)
+        if copied:
             ref_model = _reference(model, loaded, args, quantization_config)
         with _already_loaded(args, isinstance(model, str | Path)):
             super().__init__(
@@ -145,20 +149,13 @@ class OmniDPOTrainer(DPOTrainer):
                 quantization_config=None if isinstance(model, str | Path) else quantization_config,
                 peft_config=peft_config,
             )
-        if args.precompute_ref_log_probs:
+        trained: Any = self.model
+        check_adapted(trained, targets)
+        if copied and args.precompute_ref_log_probs:
             self.ref_model = None  # all that was wanted of it is in the datasets
         if args.freeze_router:
-            self._freeze_routers()
+            self.freeze_routers()
         self._smooth_labels()
-
-    def _freeze_routers(self) -> None:
-        model: Any = self.model
-        if freeze_routers(model) and self.aux_loss_enabled:
-            logger.warning(
-                "router_aux_loss_coef=%s balances the load of experts, but with freeze_router=True it can only move "
-                "what comes before the routers: set freeze_router=False.",
-                self.router_aux_loss_coef,
-            )
 
     def _smooth_labels(self) -> None:
         """
@@ -186,17 +183,20 @@ class OmniDPOTrainer(DPOTrainer):
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """The rows with their numbers and with media as they are stored; the collator does the rest."""
+        name = {"train": "train_dataset", "eval": "eval_dataset"}.get(dataset_name, dataset_name)
         if dataset is None:
-            raise InputError(f"{dataset_name} is missing: give a datasets.Dataset with the columns prompt, {ANSWERS}.")
+            raise InputError(
+                f"{name} is missing: give a datasets.Dataset with the columns prompt, {', '.join(ANSWERS)}."
+            )
         if not hasattr(dataset, "column_names"):
             raise InputError(
-                f"{dataset_name} is a {type(dataset).__name__}: give a datasets.Dataset, such as "
+                f"{name} is a {type(dataset).__name__}: give a datasets.Dataset, such as "
                 "datasets.Dataset.from_list(rows)."
             )
         if ROW_COLUMN in (dataset.column_names or []):
             return dataset
         dataset = numbered(undecoded(dataset))
-        _check_rows(dataset, dataset_name)
+        _check_rows(dataset, name)
         return dataset
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -212,20 +212,8 @@ class OmniDPOTrainer(DPOTrainer):
     # Loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        self._check_sharded(sorted(inputs.keys() - _ALWAYS))
+        self.check_same_media(inputs.keys() - _ALWAYS)
         return super()._compute_loss(model, inputs, return_outputs)
-
-    def _check_sharded(self, ours: list[str]) -> None:
-        """Raises where weights are sharded and the towers that some ranks would gather are not used by others."""
-        if self.accelerator.num_processes == 1 or not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            return
-        everyone: list[list[str]] = gather_object([ours])
-        if any(theirs != ours for theirs in everyone):
-            raise RunError(
-                f"Processes have media of different kinds in one batch ({everyone}), and with sharded weights they "
-                "would wait for each other for ever: train on rows that have all the same kinds, or without FSDP and "
-                "DeepSpeed."
-            )
 
 
 def _remote(args: OmniDPOConfig) -> dict[str, Any]:

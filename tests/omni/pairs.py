@@ -5,7 +5,7 @@ import datasets
 import torch
 from peft import LoraConfig
 
-from omnitrl.omni.thinker import ATTENTION, EXPERTS
+from omnitrl.omni.thinker import ATTENTION, EXPERTS, TOWERS
 from omnitrl.trainer.omni_dpo_config import OmniDPOConfig
 from omnitrl.trainer.omni_dpo_trainer import OmniDPOTrainer
 from tests.omni import chats, tiny
@@ -26,9 +26,8 @@ def dataset(kind):
 
 def lora(**changed):
     """An adapter on attention and experts."""
-    return LoraConfig(
-        **{"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "target_parameters": EXPERTS, **changed}
-    )
+    targets = {"target_modules": ATTENTION, "exclude_modules": TOWERS, "target_parameters": EXPERTS}
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, **targets, **changed})
 
 
 def options(folder, **changed):

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers of models that read, see and hear add to those of TRL."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate.utils import gather_object, is_peft_model
+from transformers import PreTrainedModel, Trainer
+
+from omnitrl.errors import RunError
+from omnitrl.omni.thinker import freeze_routers, restore
+
+
+logger = logging.getLogger(__name__)
+
+
+class OmniTrainer(Trainer):
+    """
+    Routers that stay as they are, checkpoints of mixtures of experts, and media that ranks must have in common.
+
+    It stands before a trainer of TRL among the bases of a class.
+    """
+
+    aux_loss_enabled: bool
+    router_aux_loss_coef: float
+
+    def freeze_routers(self) -> None:
+        """Takes the routers of experts out of training, and says what then is left of the load-balancing loss."""
+        model: Any = self.model
+        if freeze_routers(model) and self.aux_loss_enabled:
+            logger.warning(
+                "router_aux_loss_coef=%s balances the load of experts, but with freeze_router=True it can only move "
+                "what comes before the routers: set freeze_router=False.",
+                self.router_aux_loss_coef,
+            )
+
+    def check_same_media(self, names: Iterable[str]) -> None:
+        """
+        Raises where weights are sharded and the towers that some ranks would gather are not used by others.
+
+        Args:
+            names (`Iterable[str]`):
+                Inputs of the model in this batch that are of media.
+        """
+        if self.accelerator.num_processes == 1 or not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            return
+        ours = sorted(names)
+        everyone: list[list[str]] = gather_object([ours])
+        if any(theirs != ours for theirs in everyone):
+            raise RunError(
+                f"Processes have media of different kinds in one batch ({everyone}), and with sharded weights they "
+                "would wait for each other for ever: train on rows that have all the same kinds, or without FSDP and "
+                "DeepSpeed."
+            )
+
+    # Checkpoints
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        model = self.model if model is None else model
+        if self.is_fsdp_enabled or not isinstance(model, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            restore(model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or self.is_fsdp_enabled or self.is_deepspeed_enabled or is_peft_model(self.model):
+            super()._load_best_model()
+        else:
+            model: Any = self.model
+            restore(model, best)
