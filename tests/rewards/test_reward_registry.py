@@ -39,7 +39,7 @@ def test_a_nested_attribute():
         ("OCR", "did you mean 'ocr'"),
         (
             "zzzzzz",
-            r"unknown reward 'zzzzzz': Built-in rewards are .*aspect_ratio, brightness, .*'package.module:function'",
+            r"unknown reward 'zzzzzz': Built-in rewards are .*audio_answer, brightness, .*'package.module:function'",
         ),
         ("omnitrl.rewards.image:brightnes_reward", "has no 'brightnes_reward': did you mean 'brightness_reward'"),
         ("no_such_package_here.rewards:score", "no module 'no_such_package_here'"),
