@@ -5,13 +5,18 @@ from dataclasses import replace
 
 from tests.tiny import CHECKPOINTS
 from tests.tiny.sd3 import tiny_sd3
+from tests.tiny.wan import tiny_wan
 
+
+WAN_HEAD = 24  # the native rotary embedding is that of diffusers where a third of this, as of the real 128, is even
 
 # Family -> checkpoint.
 SERVED = {
     "sd3": replace(CHECKPOINTS["sd3"], build=lambda: tiny_sd3(factor=8, positions=32)),
     "qwen-image": CHECKPOINTS["qwen-image"],
+    "qwen-image-edit": CHECKPOINTS["qwen-image-edit"],
+    "qwen-image-edit-plus": CHECKPOINTS["qwen-image-edit-plus"],
     "flux": CHECKPOINTS["flux-dev"],
-    "wan": CHECKPOINTS["wan"],
-    "wan-a14b": CHECKPOINTS["wan-a14b"],
+    "wan": replace(CHECKPOINTS["wan"], build=lambda: tiny_wan(attention_head_dim=WAN_HEAD)),
+    "wan-a14b": replace(CHECKPOINTS["wan-a14b"], build=lambda: tiny_wan(networks=2, attention_head_dim=WAN_HEAD)),
 }

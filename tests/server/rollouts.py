@@ -62,6 +62,11 @@ class Client:
     def info(self):
         return self.http.get("/rollout/info").json()
 
+    def worker(self, method):
+        """What a worker answers."""
+        [[result]] = self.http.post("/collective_rpc", json={"method": method}).json()["results"]
+        return result
+
     def post(self, path, body=b""):
         return self.http.post(f"/rollout/{path}", content=body)
 

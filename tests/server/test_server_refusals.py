@@ -52,11 +52,17 @@ UNFIT = {
     "no message": (lambda r: b"?", "1 bytes are no message of the rollout protocol"),
     "protocol": (_another_protocol, "trainer speaks rollout protocol 99, this server 1: install the same version"),
     "schedule": (lambda r: replace(r, table=_table(1.0, 0.5, 0.0)), "num_steps=4 needs 5 sigmas"),
-    "levels": (lambda r: replace(r, table=r.table._replace(sigmas=r.table.sigmas.flip(0))), "`sigmas`"),
+    "levels": (
+        lambda r: replace(r, table=r.table._replace(sigmas=r.table.sigmas.flip(0))),
+        "The last sigma must be exactly 0",
+    ),
     "transition": (lambda r: replace(r, params=replace(r.params, sde_type="leap")), "sde_type='leap'"),
     "solver": (lambda r: replace(r, params=replace(r.params, ode_solver="rk4")), "ode_solver='rk4' is not known"),
     "noise": (lambda r: replace(r, params=replace(r.params, noise_level=-1.0)), "noise_level=-1.0"),
-    "last step": (lambda r: replace(r, params=replace(r.params, sde_steps=(3,), keep_steps=(3,))), "step 3"),
+    "last step": (
+        lambda r: replace(r, params=replace(r.params, sde_steps=(3,), keep_steps=(3,))),
+        "the last step is an ODE step",
+    ),
     "modalities": (lambda r: replace(r, params=replace(r.params, modality_weights={"audio": 1.0})), "one modality"),
     "shape": (lambda r: replace(r, latent_shape=(16, 8, 8)), r"shape \(16, 8, 8\) were asked for, but .* \(4, 8, 8\)"),
     "size": (
@@ -66,7 +72,7 @@ UNFIT = {
     "prompt": (lambda r: replace(r, row={"prompt": ""}), "The prompt is empty"),
     "images": (
         lambda r: replace(r, row={**r.row, "images": [Image.new("RGB", (8, 8))]}),
-        "StableDiffusion3Pipeline takes no condition images",
+        "StableDiffusion3Pipeline takes 0 condition images, but a row has 1",
     ),
 }
 

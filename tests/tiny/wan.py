@@ -20,10 +20,10 @@ CHANNELS, WIDTH = 4, 32
 BOUNDARY = 0.875  # with shift 5 two of four steps lie on each side
 
 
-def wan_transformer(in_channels=CHANNELS, **options):
+def wan_transformer(in_channels=CHANNELS, attention_head_dim=16, **options):
     return WanTransformer3DModel(
         num_attention_heads=2,
-        attention_head_dim=16,
+        attention_head_dim=attention_head_dim,
         in_channels=in_channels,
         out_channels=CHANNELS,
         text_dim=WIDTH,
@@ -65,10 +65,10 @@ def _parts(networks, expands, scheduler):
     }
 
 
-def tiny_wan(networks=1, expands=False, scheduler=None):
+def tiny_wan(networks=1, expands=False, scheduler=None, **options):
     """A `WanPipeline`; of Wan2.2 A14B with two networks, of TI2V-5B if it expands timesteps."""
     torch.manual_seed(0)
-    return quiet(WanPipeline(**_parts([wan_transformer() for _ in range(networks)], expands, scheduler)))
+    return quiet(WanPipeline(**_parts([wan_transformer(**options) for _ in range(networks)], expands, scheduler)))
 
 
 def tiny_wan_i2v(networks=1, expands=False, clip=False, last_image=False):

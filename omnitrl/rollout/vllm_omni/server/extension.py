@@ -65,8 +65,13 @@ class RolloutExtension(CustomPipelineWorkerExtension):
         }
 
     def rollout_state(self) -> dict[str, Any]:
-        """Which weights it has."""
-        return {"weight_version": self.model_runner.pipeline.weight_version, "adapter": self._adapter}
+        """Which weights it has, and how many samples it has made in one network call at most."""
+        pipeline = self.model_runner.pipeline
+        return {
+            "weight_version": pipeline.weight_version,
+            "adapter": self._adapter,
+            "largest_batch": pipeline.largest_batch,
+        }
 
     def rollout_digest(self) -> str:
         """A digest of the weights of the networks, without adapters."""
@@ -189,14 +194,20 @@ class RolloutExtension(CustomPipelineWorkerExtension):
             if network in networks
             for name, _ in getattr(pipeline, network).named_parameters()
         ]
-        missing = [name for name in expected if name not in loaded]
-        for name in set(expected) - set(missing):
-            module, _, kind = name.rpartition(".")
-            parent, _, leaf = module.rpartition(".")
-            parts = self.lora_manager._packed_modules_mapping.get(leaf, ())
-            if f"{module}.{kind}" not in sent:
-                missing += [f"{parent}.{p}.{kind}" for p in parts if f"{parent}.{p}.{kind}" not in sent]
+        missing = []
+        for name in expected:
+            parts = self._parts(name)
+            if name in sent or not parts:
+                missing += [] if name in loaded else [name]
+            else:
+                missing += [part for part in parts if part not in sent]
         return expected, sorted(missing)
+
+    def _parts(self, name: str) -> list[str]:
+        """Names that the parameter of a fused layer has in parts."""
+        module, _, kind = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        return [f"{parent}.{part}.{kind}" for part in self.lora_manager._packed_modules_mapping.get(leaf, ())]
 
 
 def _A(module: str) -> str:

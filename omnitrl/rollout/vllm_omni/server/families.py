@@ -49,6 +49,14 @@ def _like_diffusers_wan(pipeline: Any) -> None:
         pipeline.boundary_ratio = model_index(pipeline.od_config.model).get("boundary_ratio")
 
 
+def _with_fused_names(pipeline: Any) -> None:
+    """What adapters call the parts of fused layers, which the native network does not say (0.30)."""
+    fused = {".to_qkv": (".to_q", ".to_k", ".to_v"), ".add_kv_proj": (".add_q_proj", ".add_k_proj", ".add_v_proj")}
+    pipeline.transformer.stacked_params_mapping = [
+        (whole, part, shard) for whole, parts in fused.items() for part, shard in zip(parts, "qkv", strict=True)
+    ]
+
+
 def _nothing(pipeline: Any) -> None:
     return None
 
@@ -77,6 +85,8 @@ class Family:
             Brings what is left of a loaded native pipeline in line with the stock one.
         frame_rate (`Callable`, *optional*):
             Frames per second of the videos of a pipeline; `None` for pictures.
+        num_images (`tuple[int, int]`):
+            Fewest and most condition images.
     """
 
     native: str
@@ -86,6 +96,7 @@ class Family:
     exact_timesteps: bool = False
     adjust: Callable[[Any], None] = _nothing
     frame_rate: Callable[[Any], float] | None = None
+    num_images: tuple[int, int] = (0, 0)
 
     def to_native(self, latents: Tensor) -> Tensor:
         """Latents (B, C, H, W) as the native pipeline has them."""
@@ -107,8 +118,26 @@ FAMILIES: dict[str, Family] = {
         guidance=_guided_apart,
         packs=True,
     ),
+    "QwenImageEditPipeline": Family(
+        f"{_MODELS}.qwen_image.pipeline_qwen_image_edit.QwenImageEditPipeline",
+        ("serial",),
+        guidance=_guided_apart,
+        packs=True,
+        num_images=(1, 1),
+    ),
+    "QwenImageEditPlusPipeline": Family(
+        f"{_MODELS}.qwen_image.pipeline_qwen_image_edit_plus.QwenImageEditPlusPipeline",
+        ("serial",),
+        guidance=_guided_apart,
+        packs=True,
+        num_images=(1, 3),
+    ),
     "FluxPipeline": Family(
-        f"{_MODELS}.flux.pipeline_flux.FluxPipeline", ("request", "serial"), guidance=_guided_apart, packs=True
+        f"{_MODELS}.flux.pipeline_flux.FluxPipeline",
+        ("request", "serial"),
+        guidance=_guided_apart,
+        packs=True,
+        adjust=_with_fused_names,
     ),
     "WanPipeline": Family(
         f"{_MODELS}.wan2_2.pipeline_wan2_2.Wan22Pipeline",

@@ -150,6 +150,8 @@ class RolloutPipeline:
     family: Family
     weight_version = -1
     """Of the weights that it has, set by whoever changes them."""
+    largest_batch = 0
+    """Most samples that were in one network call."""
     _rollout: TableScheduler | None = None
     _own_scheduler: Any = None
     _exact = False  # whether all rows of the network call are rollouts
@@ -201,6 +203,7 @@ class RolloutPipeline:
             outputs = super().forward(req, **kwargs)  # type: ignore[misc]
         finally:
             self._end()
+        outputs = outputs if isinstance(outputs, list) else [outputs]
         return [self._finished(output, sample) for output, sample in zip(outputs, rollouts, strict=True)]
 
     # Step by step
@@ -240,6 +243,12 @@ class RolloutPipeline:
         if self._rollout is not None and self.family.exact_timesteps:
             kwargs["timestep"] = self._rollout.timestep.expand(len(kwargs["timestep"]))
         return super().predict_noise(*args, **kwargs)  # type: ignore[misc]
+
+    def predict_noise_maybe_with_cfg(self, *args: Any, **kwargs: Any) -> Any:
+        """The velocity of all rows."""
+        velocity = super().predict_noise_maybe_with_cfg(*args, **kwargs)  # type: ignore[misc]
+        self.largest_batch = max(self.largest_batch, len(velocity))
+        return velocity
 
     def combine_cfg_noise(self, positive_noise_pred: Any, negative_noise_pred: Any, *args: Any, **kwargs: Any) -> Any:
         """Guidance in float32."""

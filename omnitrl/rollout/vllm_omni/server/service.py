@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -160,7 +161,9 @@ class RolloutService:
 
         params, table, facts = request.params, request.table, self._facts
         guidance = FAMILIES[facts["pipeline_class"]].guidance(request, facts["embeds_guidance"])
-        prompt = {"prompt": request.row["prompt"]}
+        prompt: dict[str, Any] = {"prompt": request.row["prompt"]}
+        if images := request.row.get("images"):
+            prompt["multi_modal_data"] = {"image": images[0] if len(images) == 1 else images}
         if params.guidance_scale > 1 and not facts["embeds_guidance"]:
             prompt["negative_prompt"] = request.row.get("negative_prompt") or ""
         number = facts["adapter"]
@@ -175,7 +178,7 @@ class RolloutService:
             max_sequence_length=request.max_sequence_length,
             output_type=None if params.decode else "latent",
             lora_request=adapter,
-            extra_args={ROLLOUT: pack_request(request)},
+            extra_args={ROLLOUT: pack_request(replace(request, row={"prompt": request.row["prompt"]}))},
             **guidance,
         )
         return prompt, sampling
@@ -292,8 +295,10 @@ def _check(request: WireRequest, facts: Mapping[str, Any]) -> None:
             f"This server has the step cache {facts['cache_backend']!r}, which skips parts of the network, so that "
             "its samples are not the policy's: start it without --cache-backend.",
         )
-    if request.row.get("images"):
-        raise Refusal("input", f"{facts['pipeline_class']} takes no condition images: leave them out of the dataset.")
+    given, (least, most) = len(request.row.get("images") or ()), FAMILIES[facts["pipeline_class"]].num_images
+    if not least <= given <= most:
+        takes = str(least) if least == most else f"{least} to {most}"
+        raise Refusal("input", f"{facts['pipeline_class']} takes {takes} condition images, but a row has {given}.")
     if not request.row.get("prompt"):
         raise Refusal("input", "The prompt is empty: leave such rows out of the dataset.")
     try:
