@@ -75,7 +75,8 @@ def test_media_of_a_stated_kind_are_handed_over(media, medium):
         (("audio",), IMAGE, "takes sounds, and was given images"),
         (("audio",), Video(FRAMES, 8.0), "takes sounds, and was given videos: these have no sound"),
         (("image", "video"), SOUND, "takes images or videos, and was given sounds"),
-        (("image",), "a.png", "takes images, and was given a str: media are PIL images"),
+        (("image",), "a.png", "takes images, and was given texts: use a reward for texts"),
+        (("image",), 7, "takes images, and was given a int: media are PIL images"),
     ],
 )
 def test_other_media_end_the_run_at_the_first_chunk(media, medium, message):
