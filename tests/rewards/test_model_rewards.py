@@ -259,8 +259,13 @@ def test_nothing_is_read_before_the_first_call(clip):
     reward = CLIPReward("nobody/nothing")
     assert reward.traits.media == ("image",)
     assert reward.traits.deterministic
-    assert CLIPReward(batch_size=3).traits.batch_size == 3
+    assert reward.traits.batch_size is None  # who meets in a call must not depend on time
     assert get_reward("pickscore") is get_reward("pickscore")  # weights are in memory once
+
+
+def test_a_batch_of_nothing_is_refused():
+    with pytest.raises(InputError, match="batch_size=0 must be at least 1: use 16"):
+        CLIPReward(batch_size=0)
 
 
 def test_a_network_may_be_given_and_stays_as_it_is(clip):

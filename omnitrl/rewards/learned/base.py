@@ -51,9 +51,13 @@ class LearnedReward:
     ) -> None:
         self.device = None if device is None else torch.device(device)
         self.dtype = _dtype(dtype)
+        if batch_size < 1:
+            raise InputError(f"batch_size={batch_size} must be at least 1: use 16.")
         self.batch_size = batch_size
         self.scale = scale
-        self.traits = RewardTraits(media=(self.media,), deterministic=True, batch_size=batch_size)
+        # Batches are cut here and not by the runner: it would join samples of several batches of a rollout as time
+        # has it, and a network's last bits, with them a resumed run, would depend on which samples met.
+        self.traits = RewardTraits(media=(self.media,), deterministic=True)
         self._network: nn.Module | None = None
         self._loading = threading.Lock()
         self._has_warned = False
