@@ -108,7 +108,7 @@ $(USER_STAMP): $(TORCH_STAMP) setup.py
 	touch $@
 
 $(DEV_STAMP): $(USER_STAMP)
-	$(INSTALL) -c $(VENV)/constraints.txt -e ".[audio,judge,ocr,serve,dev]"
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[audio,judge,math,ocr,serve,dev]"
 	touch $@
 
 $(COMPAT_STAMP): $(DEV_STAMP) Makefile

@@ -47,7 +47,7 @@ def colocated(context: EngineContext) -> InProcessTransport:
     except ImportError as error:
         raise InputError(
             f"vllm_mode='colocate' needs vLLM-Omni in the trainer's environment ({error}): install it with "
-            '`pip install "omnitrl[vllm]"`, or use vllm_mode=\'server\' with a server in another environment.'
+            "`pip install \"omnitrl[vllm]\"`, or use vllm_mode='server' with a server in another environment."
         ) from error
     # Prompts of a group are encoded once; only the environment says so to the engine.
     os.environ.setdefault("OMNI_DIFFUSION_PROMPT_EMBED_CACHE", "1")
