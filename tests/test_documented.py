@@ -12,6 +12,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 from transformers import TrainingArguments
+from trl import DPOConfig, GRPOConfig
 
 from omnitrl.trainer import ALL_TRAINERS, TRAINERS, PolicyGradientTrainer, RolloutTrainer, get_trainer
 from omnitrl.trainer.base_config import BaseConfig
@@ -35,7 +36,7 @@ SECTION_OF = {
     ClippedPolicyConfig: "The clip of the ratio",
     MatchingConfig: "Noise levels",
 }
-SHARED = [*SECTION_OF, TrainingArguments]
+SHARED = [*SECTION_OF, GRPOConfig, DPOConfig, TrainingArguments]
 CONFIGS = {name: get_trainer(name).config_class for name in TRAINERS}
 ALL_CONFIGS = [*SECTION_OF, *CONFIGS.values()]
 
@@ -135,9 +136,10 @@ def test_the_shared_page_says_which_trainers_have_a_class():
         assert (set(TRAINERS) - listed if cell.startswith("all") else listed) == have, config_class.__name__
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ALL_TRAINERS)
 def test_the_page_of_a_trainer_has_the_options_that_it_adds_or_changes(name):
-    assert documented_options(section(page(f"{name}_trainer"), "Options")) == added_or_changed(CONFIGS[name])
+    config_class = get_trainer(name).config_class
+    assert documented_options(section(page(f"{name}_trainer"), "Options")) == added_or_changed(config_class)
 
 
 # Metrics
@@ -277,22 +279,22 @@ def locals_of(entries):
         yield from locals_of(entry["sections"]) if "sections" in entry else [entry["local"]]
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ALL_TRAINERS)
 def test_a_trainer_has_a_page_that_leads_to_what_is_shared(name):
     assert f"{name}_trainer" in set(locals_of(yaml.safe_load((DOCS / "_toctree.yml").read_text("utf-8"))))
     text = page(f"{name}_trainer")
-    assert "(shared_options.md" in text
+    assert ("(shared_options.md" if name in TRAINERS else "(omni_data.md") in text
     assert f"https://huggingface.co/papers/{get_trainer(name)._paper['id']}" in text
-    for documented in (TRAINERS[name], CONFIGS[name].__name__):
+    for documented in (ALL_TRAINERS[name], get_trainer(name).config_class.__name__):
         assert f"[[autodoc]] {documented}\n" in text
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ALL_TRAINERS)
 def test_a_trainer_is_where_people_look(name):
-    link = f"[`{TRAINERS[name]}`](docs/source/{name}_trainer.md)"
+    link = f"[`{ALL_TRAINERS[name]}`](docs/source/{name}_trainer.md)"
     assert link in (ROOT / "README.md").read_text("utf-8")
     assert f"({name}_trainer.md)" in page("index")
-    assert f"`{TRAINERS[name]}`" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert f"`{ALL_TRAINERS[name]}`" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -316,13 +318,13 @@ def entries_of_the_paper_index():
     return dict(part.split("\n", 1) for part in page("paper_index").split("\n## ")[1:])
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ALL_TRAINERS)
 def test_the_paper_of_a_trainer_is_in_the_index_with_its_settings(name):
     paper = get_trainer(name)._paper
     entry = entries_of_the_paper_index()[paper["title"]]
     assert f"https://huggingface.co/papers/{paper['id']}" in entry
-    assert f"{CONFIGS[name].__name__}(" in entry
-    assert f"[`{TRAINERS[name]}`]" in entry
+    assert f"{get_trainer(name).config_class.__name__}(" in entry
+    assert f"[`{ALL_TRAINERS[name]}`]" in entry
 
 
 @pytest.mark.parametrize("title", entries_of_the_paper_index())

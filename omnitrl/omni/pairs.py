@@ -222,15 +222,12 @@ class PairProcessor:
         Prompt and answer by the chat template.
 
         Some templates take the content of an answer as a text, some as parts, and leave out what they do not expect.
+        Those of tokenizers are given texts, which [`OmniProcessor`] makes of parts.
         """
         end = answer[-1]["content"].strip()[-_TAIL:]
         parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in answer]
-        for form in (answer, parts):
-            row = OmniRow([*messages, *form], prompt.media, prompt.where)
-            try:
-                text = processor.text(row, add_generation_prompt=False)
-            except TypeError:  # a tokenizer's template joins the texts of parts
-                continue
+        for form in (parts,) if self.tokenizer is self.processing_class else (answer, parts):
+            text = processor.text(OmniRow([*messages, *form], prompt.media, prompt.where), add_generation_prompt=False)
             if end in text[_common(processor.text(prompt), text) :]:
                 return text
         raise InputError(

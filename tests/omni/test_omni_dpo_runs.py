@@ -118,7 +118,7 @@ def test_log_probs_of_the_reference_before_training(tmp_path):
     numbers = [pairs.batch_of(trained) for trained in (made, plain)]
     assert loss_of(made, numbers[0]).item() == pytest.approx(loss_of(plain, numbers[1]).item(), abs=1e-5)
     assert made.evaluate()["eval_rewards/margins"] != 0
-    shorter = pairs.trainer(tmp_path, given, precompute_ref_log_probs=True, max_length=40)
+    shorter = pairs.trainer(tmp_path, given, precompute_ref_log_probs=True, max_length=55)
     assert shorter.train_dataset["ref_chosen_logps"] != made.train_dataset["ref_chosen_logps"]
 
 
@@ -156,7 +156,7 @@ def test_other_models_with_the_same_class(name, tmp_path):
     made.train()
     losses = pairs.logged(made, "loss")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
-    assert losses[-1] < 0.6
+    assert losses[-1] < 0.66
     one = log_probs(made.model, pairs.batch_of(made, [1]))
     together = log_probs(made.model, pairs.batch_of(made))
     assert (one - together[[1, 1 + len(together) // 2]]).abs().max() <= 1e-4
