@@ -9,7 +9,7 @@ import torch
 from omnitrl.errors import OmniTRLError
 from omnitrl.rewards import RewardError
 from tests.distributed.launch import main
-from tests.omni import chats
+from tests.omni import chats, pairs
 from tests.omni.test_gspo import recorded
 
 
@@ -70,7 +70,21 @@ def failed_on_one(place):
     return {name: chats.logged(trained, name) for name in ("rewards/reward/failed", "reward", "rewards/reward/mean")}
 
 
+def preferences(place, **changed):
+    """One update of DPO on pairs about the same rows, two on each process."""
+    given = {"peft_config": None, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, **changed}
+    data = datasets.Dataset.from_list(
+        [{**row, "chosen": a, "rejected": b} for row, (a, b) in zip(ROWS, pairs.ANSWERS, strict=True)]
+    )
+    trained = pairs.trainer(place, data, train_sampling_strategy="sequential", **given)
+    before = {name: weight.detach().clone() for name, weight in trained.model.named_parameters()}
+    trained.train()
+    moves = {name: weight.detach() - before[name] for name, weight in trained.model.named_parameters()}
+    return {"moves": moves, "logs": trained.state.log_history}
+
+
 SCENARIOS = {
+    "preferences": preferences,
     "mixed": mixed,
     "checkpointed": checkpointed,
     "broken_reward": broken_reward,

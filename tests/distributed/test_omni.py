@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two gloo processes train a model that sees and hears, of which one has only text."""
 
+import math
+
 import pytest
 import torch
 
@@ -67,3 +69,14 @@ def test_failed_rewards_of_one_are_counted_in_both(two):
     assert first == second
     assert first["rewards/reward/failed"] == [4.0]
     assert first["reward"] == [0.5]
+
+
+def test_two_processes_with_different_media_make_the_update_of_all_pairs(two, tmp_path):
+    first, second = two.results("preferences")
+    whole = omni.preferences(tmp_path, per_device_train_batch_size=4)
+    assert first["logs"][0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    for rank in (first, second):
+        scale = max(move.abs().max() for move in whole["moves"].values())
+        for name, move in whole["moves"].items():
+            torch.testing.assert_close(rank["moves"][name], move, atol=2e-5 * scale, rtol=1e-3, msg=name)
+    assert first["moves"]["model.audio_tower.proj1.weight"].abs().max() > 0  # of a sound of the other process
