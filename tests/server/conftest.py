@@ -38,14 +38,20 @@ def shared_servers(checkpoint_of, tmp_path_factory):
 
 @pytest.fixture
 def server_of(shared_servers, request):
-    """`server_of(family, *flags)` is a healthy server that other tests use too; its log is shown when a test fails."""
+    """
+    `server_of(family, *flags)` is a healthy server that other tests use too, and that is held while no test uses it;
+    its log is shown when a test fails.
+    """
     used = []
 
     def server(family, *flags):
         used.append(shared_servers(family, *flags))
+        used[-1].resume()
         return used[-1]
 
     yield server
+    for one in used:
+        one.pause()
     _show_logs(request, used)
 
 

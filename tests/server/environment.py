@@ -108,6 +108,16 @@ class Server:
             self.process.wait(timeout=30)
             self.process = None
 
+    def pause(self):
+        """Holds it until `resume`: an engine that has nothing to do asks for work some hundred times a second."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self):
+        """Lets it go on."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGCONT)
+
     def restart(self):
         """Ends it and starts it again, on the same port."""
         self.stop()
