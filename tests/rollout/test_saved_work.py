@@ -14,6 +14,7 @@ from diffusers import DPMSolverMultistepScheduler
 from omnitrl.algorithms import gaussian_log_prob
 from omnitrl.models import MediaSize
 from omnitrl.rollout import LocalEngine, SampleNoise, SampleRequest, SamplingParams
+from tests.marks import first_fast
 from tests.tiny_models import tiny_model
 
 
@@ -77,8 +78,8 @@ def ode(velocity, latents, sigmas, steps, solver):
 # The shared prefix
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-@pytest.mark.parametrize("batch_size", [1, 3, 5, 16])  # 3 and 5 cut groups of 4, 4 and 2
+@pytest.mark.parametrize("guidance", first_fast([4.0, 1.0]))
+@pytest.mark.parametrize("batch_size", first_fast([3, 1, 5, 16], 2))  # 3 and 5 cut groups of 4, 4 and 2
 def test_members_branch_off_one_state_and_the_rest_is_as_without_sharing(model, batch_size, guidance):
     requests = groups([4, 4, 2])
     options = {"num_inference_steps": 6, "guidance_scale": guidance, "sde_steps": (2, 3), "keep_steps": (2, 3)}
@@ -172,7 +173,7 @@ def curved(latents, timesteps, conditions, guidance_scale):
     return torch.sin(2 * latents) - latents * level.cos() + level.square()
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.4, 0.2, 0.01])
+@pytest.mark.parametrize("ratio", first_fast([0.4, 1.0, 0.2, 0.01], 2))
 @pytest.mark.parametrize("window", [(0, 1), (2, 3), (5,), (8,)])
 @pytest.mark.parametrize("solver", ["euler", "dpmpp_2m"])
 def test_deterministic_stretches_are_the_solver_written_out(model, solver, window, ratio):

@@ -92,6 +92,7 @@ def test_the_first_gradient_is_that_of_the_mean_over_all_rows(tmp_path):
     assert gap < 1e-4 * size
 
 
+@pytest.mark.slow
 def test_the_student_comes_closer(tmp_path):
     run = opd(tmp_path, max_steps=16, learning_rate=5e-3, distillation_form="velocity", generation_batch_size=8)
     run.train()
@@ -185,7 +186,7 @@ def test_an_adapter_as_teacher(tmp_path, saved_adapter, peft_config):
     assert shared == (peft_config is not None)  # no second copy of the base
 
 
-@pytest.mark.parametrize("peft_config", [LORA, None])
+@pytest.mark.parametrize("peft_config", first_fast([LORA, None]))
 def test_only_the_student_is_trained_and_saved(tmp_path, saved_adapter, peft_config):
     folder, expected = saved_adapter
     run = opd(

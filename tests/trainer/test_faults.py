@@ -18,6 +18,7 @@ import pytest
 from omnitrl.errors import RunError
 from omnitrl.rewards import RewardError
 from omnitrl.trainer.checkpoints import STAGING, publish, tidy_up
+from tests.marks import first_fast
 from tests.trainer.helpers import brightness, fresh_rollout, logged, same, trainable, trainer
 from tests.trainer.test_interrupts import At
 
@@ -241,7 +242,7 @@ def files_of_at_most(size):
         signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("size", [2_000, 20_000])  # the state file, or the weights, are too large
+@pytest.mark.parametrize("size", first_fast([20_000, 2_000]))  # the state file, or the weights, are too large
 def test_a_full_disk_is_a_sentence_and_leaves_what_was_there(tmp_path, size):
     run = trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
     with contextlib.ExitStack() as stack:

@@ -72,6 +72,7 @@ def test_with_a_threshold_that_nothing_reaches_it_is_flow_grpo_without_a_clip(tm
     assert logged(dropping, "dppo/dropped_mean")[1] > 0.2
 
 
+@pytest.mark.slow
 def test_the_threshold_holds_the_policy_near_that_of_the_rollout(tmp_path):
     def last_divergence(folder, threshold):
         run = dppo(tmp_path / folder, kl_threshold=threshold, num_iterations=8, max_steps=16)
