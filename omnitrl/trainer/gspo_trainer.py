@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,29 +11,28 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather, gather_object, is_peft_model
+from accelerate.utils import gather
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from omnitrl.algorithms import sequence_log_ratio
-from omnitrl.errors import InputError, RunError
+from omnitrl.errors import InputError
 from omnitrl.omni.decoding import VideoLimits
 from omnitrl.omni.processing import OmniProcessor, RowInputs, collate, pad_token_fields
 from omnitrl.omni.rows import MEDIA_COLUMNS, ROW_COLUMN, OmniRow, numbered, read_row, undecoded
-from omnitrl.omni.thinker import check_adapted, freeze_routers, has_thinker, load_thinker, media_tokens, restore
+from omnitrl.omni.thinker import check_adapted, has_thinker, load_thinker, media_tokens
 from omnitrl.trainer.gspo_config import GSPOConfig
+from omnitrl.trainer.omni_base import OmniTrainer
 from omnitrl.trainer.text_rewards import TextRewards
 
-
-logger = logging.getLogger(__name__)
 
 # What a checkpoint has of a rollout that is not used up, one file for each process.
 _ROLLOUT_FILE = "rollout_{rank}.pt"
 
 
-class GSPOTrainer(GRPOTrainer):
+class GSPOTrainer(OmniTrainer, GRPOTrainer):
     """
     Trains a model that writes text, on rewards of what it writes, with
     [GSPO](https://huggingface.co/papers/2507.18071).
@@ -140,7 +138,7 @@ class GSPOTrainer(GRPOTrainer):
         self.omni = OmniProcessor(self._processor, limits, self._template_options)
         self._by_row = isinstance(self.processing_class, ProcessorMixin) and not self._has_own_rollouts
         if args.freeze_router:
-            self._freeze_routers()
+            self.freeze_routers()
         self._suppress_media_tokens()
 
     # Set-up, in the order of __init__
@@ -186,14 +184,6 @@ class GSPOTrainer(GRPOTrainer):
     def _has_own_rollouts(self) -> bool:
         """Whether tools, environments or a function make the rollouts, which TRL does in its own way."""
         return bool(self.tools) or self.rollout_func is not None or self.environment_factories is not None
-
-    def _freeze_routers(self) -> None:
-        if freeze_routers(self.model) and self.aux_loss_enabled:
-            logger.warning(
-                "router_aux_loss_coef=%s balances the load of experts, but with freeze_router=True it can only move "
-                "what comes before the routers: set freeze_router=False.",
-                self.router_aux_loss_coef,
-            )
 
     def _suppress_media_tokens(self) -> None:
         """A sampled placeholder would be taken for a picture or a sound that is not there."""
@@ -356,22 +346,9 @@ class GSPOTrainer(GRPOTrainer):
     def _inputs_of(self, rows: Sequence[RowInputs], prompt_width: int, input_ids: Tensor) -> dict[str, Tensor]:
         """What the model is given of some rows besides their tokens."""
         device = input_ids.device
-        self._check_sharded(rows)
+        self.check_same_media({name for row in rows for name in row.media})
         fields = pad_token_fields([row.token_fields for row in rows], prompt_width, input_ids.shape[1], device)
         return {**collate([row.media for row in rows], device), **fields}
-
-    def _check_sharded(self, rows: Sequence[RowInputs]) -> None:
-        """Raises where weights are sharded and the towers that some ranks would gather are not used by others."""
-        if self.accelerator.num_processes == 1 or not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            return
-        ours = sorted({name for row in rows for name in row.media})
-        everyone: list[list[str]] = gather_object([ours])
-        if any(theirs != ours for theirs in everyone):
-            raise RunError(
-                f"Processes have media of different kinds in one batch ({everyone}), and with sharded weights they "
-                "would wait for each other for ever: train on rows that have all the same kinds, or without FSDP and "
-                "DeepSpeed."
-            )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's, with the media of this micro-batch, and the log of its ratios."""
@@ -405,20 +382,6 @@ class GSPOTrainer(GRPOTrainer):
         in_use = None if self._step % micro_steps == 0 else self._buffered_inputs
         path = folder / _ROLLOUT_FILE.format(rank=self.accelerator.process_index)
         torch.save({"step": self._step, "rollout": in_use}, path)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        model = self.model if model is None else model
-        if self.is_fsdp_enabled or not isinstance(model, PreTrainedModel):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            restore(model, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if best is None or self.is_fsdp_enabled or self.is_deepspeed_enabled or is_peft_model(self.model):
-            super()._load_best_model()
-        else:
-            restore(self.model, best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
