@@ -273,7 +273,7 @@ def _check_backbone(model: Any) -> None:
     if base.base_model is base:
         raise InputError(
             f"{type(base).__name__} of transformers {transformers.__version__} is not parted into a body and a head: "
-            "pip install 'transformers>=5.24'."
+            "pip install 'transformers>=5.21'."
         )
 
 

@@ -13,7 +13,7 @@ from peft import PeftModel
 from omnitrl.errors import InputError
 from omnitrl.omni.thinker import ATTENTION
 from omnitrl.trainer import omni_dpo_trainer
-from omnitrl.trainer.omni_dpo_config import LOSS_TYPES, OmniDPOConfig
+from omnitrl.trainer.omni_dpo_config import OmniDPOConfig
 from omnitrl.trainer.omni_dpo_trainer import OmniDPOTrainer
 from tests.omni import chats, pairs, tiny
 from tests.omni.test_omni_dpo import log_probs, loss_of
@@ -362,15 +362,3 @@ def test_args_of_another_trainer(tmp_path):
 
     with pytest.raises(InputError, match="args is a DPOConfig: use OmniDPOConfig"):
         OmniDPOTrainer(tiny.thinker(), args=DPOConfig(str(tmp_path), bf16=False, use_cpu=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name not in ("sigmoid", "ipo")])
-def test_the_other_losses_of_trl_train(loss_type, tmp_path):
-    made = pairs.trainer(
-        tmp_path, "image", loss_type=loss_type, label_smoothing=0.1 if loss_type == "exo_pair" else 0.0, max_steps=2
-    )
-    made.train()
-    losses = pairs.logged(made, "loss")
-    assert all(map(math.isfinite, losses))
-    assert losses[1] < losses[0]
