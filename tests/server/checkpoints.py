@@ -15,7 +15,6 @@ SERVED = {
     "sd3": replace(CHECKPOINTS["sd3"], build=lambda: tiny_sd3(factor=8, positions=32)),
     "qwen-image": CHECKPOINTS["qwen-image"],
     "qwen-image-edit": CHECKPOINTS["qwen-image-edit"],
-    "qwen-image-edit-plus": CHECKPOINTS["qwen-image-edit-plus"],
     "flux": CHECKPOINTS["flux-dev"],
     "wan": replace(CHECKPOINTS["wan"], build=lambda: tiny_wan(attention_head_dim=WAN_HEAD)),
     "wan-a14b": replace(CHECKPOINTS["wan-a14b"], build=lambda: tiny_wan(networks=2, attention_head_dim=WAN_HEAD)),

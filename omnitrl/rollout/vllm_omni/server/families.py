@@ -125,13 +125,6 @@ FAMILIES: dict[str, Family] = {
         packs=True,
         num_images=(1, 1),
     ),
-    "QwenImageEditPlusPipeline": Family(
-        f"{_MODELS}.qwen_image.pipeline_qwen_image_edit_plus.QwenImageEditPlusPipeline",
-        ("serial",),
-        guidance=_guided_apart,
-        packs=True,
-        num_images=(1, 3),
-    ),
     "FluxPipeline": Family(
         f"{_MODELS}.flux.pipeline_flux.FluxPipeline",
         ("request", "serial"),
