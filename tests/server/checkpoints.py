@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny checkpoints that vLLM-Omni can load: it warms up with a picture of 512 × 512."""
 
+import json
 from dataclasses import replace
 
 from tests.tiny import CHECKPOINTS
@@ -19,3 +20,11 @@ SERVED = {
     "wan": replace(CHECKPOINTS["wan"], build=lambda: tiny_wan(attention_head_dim=WAN_HEAD)),
     "wan-a14b": replace(CHECKPOINTS["wan-a14b"], build=lambda: tiny_wan(networks=2, attention_head_dim=WAN_HEAD)),
 }
+
+
+def save_checkpoint(family, folder):
+    """Writes the checkpoint of a family, with what the full processor of Qwen2-VL looks for and the tests' has not."""
+    SERVED[family].build().save_pretrained(folder)
+    if (folder / "processor").is_dir():
+        video = {"video_processor_type": "Qwen2VLVideoProcessor"}
+        (folder / "processor" / "video_preprocessor_config.json").write_text(json.dumps(video))

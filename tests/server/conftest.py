@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.server.checkpoints import SERVED
+from tests.server.checkpoints import save_checkpoint
 from tests.server.environment import rollout_server
 
 
@@ -15,7 +15,7 @@ def checkpoint_of(tmp_path_factory):
     def folder(family):
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp("checkpoints") / family
-            SERVED[family].build().save_pretrained(folders[family])
+            save_checkpoint(family, folders[family])
         return folders[family]
 
     return folder

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts of a real vLLM-Omni server, by hand over the wire: the trainer's model must agree with each of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 
 from omnitrl.rollout import LocalEngine
 from omnitrl.rollout.vllm_omni.wire import pack_request
+from tests.server.checkpoints import SERVED
 from tests.server.environment import needs_server
 from tests.server.rollouts import (
     STARTED_WITH,
@@ -18,6 +22,7 @@ from tests.server.rollouts import (
     weights_of,
     wire_request,
 )
+from tests.tiny.qwen_image import STOCK_DIMENSIONS
 
 
 pytestmark = [pytest.mark.server, needs_server, pytest.mark.timeout(600)]
@@ -63,6 +68,26 @@ def test_replayed_log_probs_are_those_of_the_server(server_of, family):
         check(model, after, params)
         assert (after.clean_latents - before.clean_latents).abs().max() > 0.01
         before = after
+
+
+def test_condition_images_are_seen(server_of, monkeypatch):
+    """Of a megapixel, as the stock pipeline has them; without and with an adapter."""
+    for module, stock in zip((pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus), STOCK_DIMENSIONS, strict=True):
+        monkeypatch.setattr(module, "calculate_dimensions", stock)
+    client, params = Client(server_of("qwen-image-edit")), params_of("qwen-image-edit", steps=2)
+    model = trainer_model("qwen-image-edit", **LORA)
+    move_adapters(model, seed=0)
+    first, second = (wire_request(model, params, 2, row=edit_row(model, number)) for number in (0, 1))
+    samples = [client.sample(request) for request in (first, second)]
+    assert not torch.equal(samples[0].next_latents, samples[1].next_latents)
+    with model.networks["transformer"].disable_adapter():
+        check(model, samples[0], params)
+    client.give(model, 1)
+    check(model, client.sample(replace(first, weight_version=1)), params)
+
+
+def edit_row(model, number):
+    return {**SERVED["qwen-image-edit"].row("make it blue", number), "negative_prompt": model.default_negative_prompt}
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ class RolloutExtension(CustomPipelineWorkerExtension):
             manager.remove_adapter(number)
             raise
         manager.remove_adapter(self._adapter)
+        manager.pin_adapter(number)  # those of other requests do not push it out
         self._adapter = self._adapters = number
 
     def _places(self) -> set[str]:

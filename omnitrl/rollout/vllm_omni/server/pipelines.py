@@ -89,14 +89,16 @@ class TableScheduler:
             The pipeline's own, for what else is asked of a scheduler.
         samples (`Sequence[Sample]`):
             One for each row.
-        end_dtype (`torch.dtype`):
-            Of the final latents, which are decoded next.
+        end_dtype (`torch.dtype`, *optional*):
+            Of the final latents where they are decoded next; that of the others by default.
 
     Raises:
         `ValueError`: the rows have different timesteps, but the network is told one for all.
     """
 
-    def __init__(self, native: Any, samples: Sequence[Sample], device: torch.device, end_dtype: torch.dtype) -> None:
+    def __init__(
+        self, native: Any, samples: Sequence[Sample], device: torch.device, end_dtype: torch.dtype | None = None
+    ) -> None:
         self.samples = samples
         self._native = native
         self._end_dtype = end_dtype
@@ -140,7 +142,8 @@ class TableScheduler:
         for one, velocity in zip(self.samples, model_output.split(1), strict=True):
             one.advance(velocity)
         following = torch.cat([one.native for one in self.samples])
-        following = following.to(self._end_dtype if self.samples[0].is_done else sample.dtype)
+        dtype = self._end_dtype if self.samples[0].is_done else None
+        following = following.to(dtype or sample.dtype)
         return SimpleNamespace(prev_sample=following) if return_dict else (following,)
 
 
@@ -171,9 +174,9 @@ class RolloutPipeline:
     def scheduler(self, scheduler: Any) -> None:
         self._own_scheduler = scheduler
 
-    def _begin(self, samples: Sequence[Sample]) -> None:
-        device, vae = self.device, self.vae  # type: ignore[attr-defined]
-        self._rollout, self._exact = TableScheduler(self._own_scheduler, samples, device, vae.dtype), True
+    def _begin(self, samples: Sequence[Sample], end_dtype: torch.dtype | None = None) -> None:
+        device = self.device  # type: ignore[attr-defined]
+        self._rollout, self._exact = TableScheduler(self._own_scheduler, samples, device, end_dtype), True
 
     def _end(self) -> None:
         self._rollout, self._exact = None, False
@@ -198,7 +201,7 @@ class RolloutPipeline:
             return super().forward(req, **kwargs)  # type: ignore[misc]
         if len(rollouts) < len(samples):
             raise ValueError("Rollouts and other requests were batched together.")
-        self._begin(rollouts)
+        self._begin(rollouts, self.vae.dtype)  # type: ignore[attr-defined]
         try:
             outputs = super().forward(req, **kwargs)  # type: ignore[misc]
         finally:
@@ -233,8 +236,12 @@ class RolloutPipeline:
     def post_decode(self, state: Any, **kwargs: Any) -> Any:
         """The last part of such a request."""
         sample = state.extra.pop(ROLLOUT, None)
+        if sample is None:
+            return super().post_decode(state, **kwargs)  # type: ignore[misc]
+        rounded, state.latents = state.latents, sample.native.to(self.vae.dtype)  # type: ignore[attr-defined]
         output = super().post_decode(state, **kwargs)  # type: ignore[misc]
-        return output if sample is None else self._finished(output, sample)
+        state.latents = rounded  # all states of a step are put together once more, in one precision
+        return self._finished(output, sample)
 
     # Where the native pipeline computes in the network's precision and the trainer in float32
 
