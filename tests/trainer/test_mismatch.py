@@ -37,7 +37,7 @@ class DriftedEngine(LocalEngine):
 
 @pytest.fixture(autouse=True)
 def drifted(monkeypatch):
-    monkeypatch.setitem(ENGINES, "drifted", DriftedEngine)
+    monkeypatch.setitem(ENGINES, "drifted", (__name__, DriftedEngine.__name__))
 
 
 def drifted_run(tmp_path, algorithm="flow_grpo", **options):
