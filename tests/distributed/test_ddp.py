@@ -78,7 +78,8 @@ def test_two_processes_train_what_one_trains(two, name, tmp_path):
     assert torch.cdist(finals, finals).fill_diagonal_(9.0).min() > 1.0
 
     assert distance(alone["weights"], first["weights"]) <= 1e-5
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(alone["ema"], first["ema"], strict=True))
+    # Batches of another size round otherwise, on some processors more than on others, and Adam makes more of it.
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone["ema"], first["ema"], strict=True))
     assert len(first["logs"]) == len(alone["logs"]) == 4
     for ours, theirs in zip(first["logs"], alone["logs"], strict=True):
         assert ours.keys() == theirs.keys()
@@ -92,7 +93,7 @@ def test_gradients_of_several_backwards_are_those_of_one_process(two, tmp_path):
     assert same(first, second)
     alone = ddp.many_backwards(tmp_path)
     assert alone.keys() == first.keys()
-    assert distance(alone, first) <= 1e-5
+    assert distance(alone, first) <= 1e-4  # of sums that nearly cancel
 
 
 def test_two_processes_keep_the_second_set_of_weights_of_one(two, tmp_path):
@@ -104,7 +105,7 @@ def test_two_processes_keep_the_second_set_of_weights_of_one(two, tmp_path):
         assert all(map(torch.equal, first[algorithm]["average"], second[algorithm]["average"]))
         assert distance(expected["weights"], first[algorithm]["weights"]) <= 1e-5
         for ours, theirs in zip(first[algorithm]["average"], expected["average"], strict=True):
-            assert torch.allclose(ours, theirs, atol=1e-6)
+            assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def test_evaluation_counts_every_prompt_once(two):
