@@ -17,7 +17,7 @@ SOURCES = MODULES + sorted(
 )
 SOURCES.append(ROOT / "setup.py")
 
-LEAVES = {"errors", "version", "devices", "media"}  # these import nothing of omnitrl but each other
+LEAVES = {"errors", "version", "devices", "media", "messages"}  # these import nothing of omnitrl but each other
 EVERYTHING = None
 MAY_IMPORT = {
     "algorithms": set(),
@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "version": set(),
     "devices": LEAVES,
     "media": LEAVES,
+    "messages": set(),
     "__init__": EVERYTHING,
 }
 DEVICE_FILE = PACKAGE / "devices.py"

@@ -19,7 +19,7 @@ from omnitrl.errors import InputError
 from .frames import check_frames, frame_indices, reduced
 from .kinds import media_kind
 from .media import pictures, to_pil, video_frames
-from .text import plain_text, quoted_text, text_score
+from .text import plain_text, text_score, wanted_text
 from .traits import RewardTraits, reward_traits
 
 
@@ -284,7 +284,7 @@ class OCRReward:
             `list[float | None]`: scores in [0, 1].
         """
         targets = [
-            _target(prompt, wanted) for prompt, wanted in zip(prompts, text or [None] * len(prompts), strict=True)
+            wanted_text(prompt, wanted) for prompt, wanted in zip(prompts, text or [None] * len(prompts), strict=True)
         ]
         recognised = self._read(completions)
         if log_extra is not None:
@@ -355,13 +355,6 @@ def _is_page(picture: Image.Image, detect: bool | None) -> bool:
     if detect is not None:
         return detect
     return picture.height > min(_MAX_ONE_LINE_HEIGHT, picture.width)
-
-
-def _target(prompt: str, wanted: str | None) -> str:
-    if wanted is not None:
-        return wanted
-    quoted = quoted_text(prompt)
-    return prompt if quoted is None else quoted
 
 
 _graded = OCRReward()

@@ -58,6 +58,14 @@ def quoted_text(prompt: str) -> str | None:
     return None
 
 
+def wanted_text(prompt: str, text: str | None) -> str:
+    """What a picture should say: the row's `text`, else what its prompt quotes, else the whole prompt."""
+    if text is not None:
+        return text
+    quoted = quoted_text(prompt)
+    return prompt if quoted is None else quoted
+
+
 def plain_text(text: str, strip: str) -> str:
     """A text as it is compared: without white space or spaces, in lower case, accented letters in one form."""
     if strip == "whitespace":

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from omnitrl.cli.omni_script import OmniScriptArguments, peft_config_of
 from omnitrl.cli.script import make_parser
 from omnitrl.omni.thinker import ATTENTION, EXPERTS, TOWERS
 from omnitrl.trainer.omni_dpo_config import OmniDPOConfig
@@ -18,7 +19,7 @@ script = load("omni_dpo")
 
 
 def parsed(*words):
-    parser = make_parser(OmniDPOConfig, script.OmniPairArguments)  # a file leaves its values in a parser as defaults
+    parser = make_parser(OmniDPOConfig, OmniScriptArguments)  # a file leaves its values in a parser as defaults
     return parser.parse_args_and_config([*words, "--use_cpu", "true", "--bf16", "false"])
 
 
@@ -32,7 +33,7 @@ def test_the_commands_of_the_docstring_make_a_config(monkeypatch):
     assert (args.beta, args.label_smoothing, args.max_length) == (0.1, 0.1, 4096)
     assert (args.learning_rate, args.lr_scheduler_type, args.warmup_steps) == (1e-6, "cosine", 0.03)
     assert num_processes(commands[1]) * args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
-    lora = script.peft_config_of(recipe)
+    lora = peft_config_of(recipe)
     assert (lora.r, lora.lora_alpha, lora.target_parameters) == (32, 64, EXPERTS)
     assert (lora.target_modules, lora.exclude_modules) == (set(ATTENTION), TOWERS)
 
@@ -40,7 +41,7 @@ def test_the_commands_of_the_docstring_make_a_config(monkeypatch):
 def test_all_weights_and_attention_alone():
     for options, parameters in ((["--lora_r", "0"], "no adapter"), ([], None)):
         script_args, _ = parsed("--model", "m", "--dataset", "d", "--output_dir", "o", *options)
-        lora = script.peft_config_of(script_args)
+        lora = peft_config_of(script_args)
         assert ("no adapter" if lora is None else lora.target_parameters) == parameters
 
 
@@ -48,7 +49,7 @@ def test_the_script_says_what_it_needs():
     source = (SCRIPTS / "omni_dpo.py").read_text("utf-8")
     assert source.startswith("# SPDX-License-Identifier: Apache-2.0\n# /// script\n")
     assert "[`omni_dpo.py`](omni_dpo.py)" in (SCRIPTS / "README.md").read_text("utf-8")
-    text = make_parser(OmniDPOConfig, script.OmniPairArguments).format_help()
+    text = make_parser(OmniDPOConfig, OmniScriptArguments).format_help()
     for option in ("--model", "--dataset", "--label_smoothing", "--video_max_frames", "--push_to_hub"):
         assert f"{option} " in text
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from omnitrl.errors import InputError
 
 from ..contract import RewardError
-from ..text import quoted_text, text_score
+from ..text import text_score, wanted_text
 from .answers import Answer, AnswerError, choice, json_number, number, probability
 from .messages import Part, Shown, text_part
 
@@ -502,11 +502,7 @@ _ASPECTS = {
 
 def _wanted_text(row: Shown) -> str:
     """What a picture should say; empty for nothing."""
-    wanted = row.columns.get("text")
-    if wanted is None:
-        quoted = quoted_text(row.prompt)
-        wanted = row.prompt if quoted is None else quoted
-    return wanted.strip()
+    return wanted_text(row.prompt, row.columns.get("text")).strip()
 
 
 def _given(answer: Answer | AnswerError) -> Answer:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -27,12 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from omnitrl.errors import InputError
 from omnitrl.media import Audio, Video
+from omnitrl.messages import pack, unpack
 from omnitrl.rewards.results import Answer
 from omnitrl.rewards.traits import RewardTraits
 
@@ -225,7 +223,7 @@ class _Packer:
 
     def message(self, head: dict[str, Any]) -> bytes:
         head = {"protocol": PROTOCOL, **head}
-        return save(self._tensors, metadata={"head": json.dumps(head, allow_nan=False)})
+        return pack(head, self._tensors)
 
     def column(self, name: str, values: list[Any]) -> list[Any]:
         nodes = []
@@ -241,9 +239,9 @@ class _Packer:
             return value
         if id(value) in self._sent:
             return self._sent[id(value)][1]
-        for kind, pack in self._KINDS.items():
+        for kind, pack_one in self._KINDS.items():
             if isinstance(value, kind):
-                node = pack(self, value)
+                node = pack_one(self, value)
                 break
         else:
             raise InputError(
@@ -406,10 +404,8 @@ class _Unpacker:
 def _opened(message: bytes, sender: str) -> tuple[dict[str, Any], _Unpacker]:
     """The head of a message, and what reads the values in it."""
     try:
-        length = int.from_bytes(message[:8], "little")
-        head = json.loads(json.loads(message[8 : 8 + length])["__metadata__"]["head"])
-        tensors = load(message)
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        head, tensors = unpack(message)
+    except ValueError as error:
         raise InputError(f"{len(message)} bytes are no message of the reward protocol: {message[:40]!r}") from error
     _check_protocol(head, sender)
     return head, _Unpacker(tensors)

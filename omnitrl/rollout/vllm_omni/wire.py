@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from omnitrl.algorithms import SigmaTable
 from omnitrl.media import Audio, Video
+from omnitrl.messages import pack, unpack
 from omnitrl.models import MediaSize
 from omnitrl.rollout.trajectory import SampleRequest, SamplingParams, Trajectory
 
@@ -154,32 +154,6 @@ class BucketHead:
     version: int
     index: int
     count: int
-
-
-def pack(head: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
-    """A message of a head that JSON can hold and tensors; those that share memory are written twice."""
-    from safetensors.torch import save
-
-    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    return save(whole, metadata={"head": json.dumps(head)})
-
-
-def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """
-    Head and tensors of a message.
-
-    Raises:
-        `ValueError`: it is no message.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        length = int.from_bytes(message[:8], "little")
-        metadata = json.loads(message[8 : 8 + length])["__metadata__"]
-        return json.loads(metadata["head"]), load(message)
-    except (SafetensorError, KeyError, ValueError, UnicodeDecodeError) as error:
-        raise ValueError(f"{len(message)} bytes are no message of the rollout protocol ({error}).") from error
 
 
 def pack_request(request: WireRequest) -> bytes:

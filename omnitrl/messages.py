@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Messages between processes that trust each other no further than data: JSON where it is small, safetensors where not.
+
+A message is a safetensors file whose metadata has one entry, `head`, with JSON. Nothing is pickled, so that reading
+one never runs code.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+
+def pack(head: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    """
+    A message of a head that JSON can hold and tensors; those that share memory are written twice.
+
+    Raises:
+        `ValueError`, `TypeError`: JSON cannot hold the head, NaN and infinity among others.
+    """
+    whole, seen = {}, set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        whole[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return save(whole, metadata={"head": json.dumps(head, allow_nan=False)})
+
+
+def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """
+    Head and tensors of a message.
+
+    Raises:
+        `ValueError`: it is no message.
+    """
+    try:
+        length = int.from_bytes(message[:8], "little")
+        metadata = json.loads(message[8 : 8 + length])["__metadata__"]
+        return json.loads(metadata["head"]), load(message)
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{len(message)} bytes that begin with {message[:40]!r} are no message ({error}).") from error
