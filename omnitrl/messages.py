@@ -32,9 +32,13 @@ def pack(head: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
     return save(whole, metadata={"head": json.dumps(head, allow_nan=False)})
 
 
-def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def unpack(message: bytes, protocol: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     Head and tensors of a message.
+
+    Args:
+        message (`bytes`): What [`pack`] gave.
+        protocol (`str`): Name of what both sides speak, for the sentence of the error.
 
     Raises:
         `ValueError`: it is no message.
@@ -44,4 +48,6 @@ def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         metadata = json.loads(message[8 : 8 + length])["__metadata__"]
         return json.loads(metadata["head"]), load(message)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{len(message)} bytes that begin with {message[:40]!r} are no message ({error}).") from error
+        raise ValueError(
+            f"{len(message)} bytes are no message of the {protocol} protocol: {message[:40]!r} ({error})"
+        ) from error

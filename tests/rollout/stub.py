@@ -156,7 +156,7 @@ class LocalService:
         return 200, pack_sample(made.tensors(), made.media, made.table, self.version)
 
     def _adapter(self, body):
-        head, tensors = unpack(body)
+        head, tensors = unpack(body, "rollout")
         bound = 0
         for name in {key.partition(".")[0] for key in tensors}:
             network = self.model.networks[name]
@@ -175,7 +175,7 @@ class LocalService:
         return self._took(head["version"], bound, len(head["expected"]))
 
     def _weights(self, body):
-        head, tensors = unpack(body)
+        head, tensors = unpack(body, "rollout")
         for key, tensor in tensors.items():
             name, _, rest = key.partition(".")
             self.model.networks[name].state_dict()[rest].copy_(tensor)

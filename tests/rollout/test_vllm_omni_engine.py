@@ -245,7 +245,7 @@ def test_parts_hold_each_tensor_once_and_no_more_than_allowed(base, monkeypatch)
     messages = weight_messages(model, trained_weights(model), 9, torch.bfloat16)
     seen = {}
     for index, (path, message) in enumerate(messages):
-        head, tensors = unpack(message)
+        head, tensors = unpack(message, "rollout")
         assert path == "/rollout/weights"
         assert head == {"version": 9, "index": index, "count": len(messages)}
         size = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -260,7 +260,7 @@ def test_parts_hold_each_tensor_once_and_no_more_than_allowed(base, monkeypatch)
 def test_an_adapters_message_names_its_modules(base):
     model = adapted(base, 0.5)
     [(path, message)] = weight_messages(model, trained_weights(model), 4)
-    head, tensors = unpack(message)
+    head, tensors = unpack(message, "rollout")
     assert path == "/rollout/adapter"
     assert head["version"] == 4
     assert (head["config"]["r"], head["config"]["lora_alpha"]) == (2, 8)

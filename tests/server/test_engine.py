@@ -208,7 +208,7 @@ def test_weights_that_another_brought_are_replaced(checkpoint_of, server_of, tmp
     def update_and_spoil(version):
         report = update(version)
         _, body = run.engine.client._wanted.messages[0]
-        head, tensors = unpack(body)
+        head, tensors = unpack(body, "rollout")
         tensors = {name: tensor * 0.5 for name, tensor in tensors.items()}
         head["version"] = 12345
         assert httpx.post(server.url + ADAPTER, content=pack(head, tensors)).status_code == 200
@@ -242,7 +242,8 @@ def test_fifty_updates_leave_memory_and_files_as_they_are(checkpoint_of, server_
         update(version)
     after = used()
     assert after[0] - before[0] < 24, f"{before} MiB and files became {after}"
-    assert abs(after[1] - before[1]) <= 2, f"{before} MiB and files became {after}"
+    # A connection more or less is open at any moment; a file left behind by each update would make fifty.
+    assert after[1] - before[1] <= 10, f"{before} MiB and files became {after}"
 
 
 # Wrong servers

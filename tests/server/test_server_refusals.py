@@ -40,7 +40,7 @@ def request_of(client, model, seed=1, steps=4, **options):
 
 
 def _another_protocol(request):
-    head, tensors = unpack(pack_request(request))
+    head, tensors = unpack(pack_request(request), "rollout")
     return pack({**head, "protocol": 99}, tensors)
 
 
@@ -123,7 +123,7 @@ def test_an_adapter_with_unknown_modules_is_reported_and_changes_nothing(client,
     before = client.sample(request)
     move_adapters(adapted, seed=1)
     [(path, body)] = weight_messages(adapted, weights_of(adapted), 61)
-    head, tensors = unpack(body)
+    head, tensors = unpack(body, "rollout")
     names = {name: name.replace("blocks.1.attn.to_q", "blocks.9.attn.to_q") for name in tensors}
     head["expected"] = [name.replace("blocks.1.attn.to_q", "blocks.9.attn.to_q") for name in head["expected"]]
     report = client.http.post(path, content=pack(head, {names[n]: t for n, t in tensors.items()})).json()
@@ -150,7 +150,7 @@ def test_an_adapter_with_unknown_modules_is_reported_and_changes_nothing(client,
 def test_adapters_of_other_kinds_are_refused(client, config, reason):
     adapted = trainer_model("sd3", r=2, lora_alpha=2)
     [(_, body)] = weight_messages(adapted, weights_of(adapted), 62)
-    head, tensors = unpack(body)
+    head, tensors = unpack(body, "rollout")
     status, kind, sentence = client.refusal("adapter", pack({**head, "config": {**head["config"], **config}}, tensors))
     assert (status, kind) == (400, "input")
     assert sentence == f"Servers take plain LoRA adapters, but this one {reason}: leave it out."

@@ -404,9 +404,9 @@ class _Unpacker:
 def _opened(message: bytes, sender: str) -> tuple[dict[str, Any], _Unpacker]:
     """The head of a message, and what reads the values in it."""
     try:
-        head, tensors = unpack(message)
+        head, tensors = unpack(message, "reward")
     except ValueError as error:
-        raise InputError(f"{len(message)} bytes are no message of the reward protocol: {message[:40]!r}") from error
+        raise InputError(str(error)) from error
     _check_protocol(head, sender)
     return head, _Unpacker(tensors)
 

@@ -181,7 +181,7 @@ def unpack_request(message: bytes) -> WireRequest:
     Raises:
         `ValueError`: it is none, or of another protocol.
     """
-    head, tensors = unpack(message)
+    head, tensors = unpack(message, "rollout")
     if head.get("protocol") != PROTOCOL:
         raise ValueError(
             f"The trainer speaks rollout protocol {head.get('protocol')}, this server {PROTOCOL}: install the same "
@@ -239,7 +239,7 @@ def unpack_sample(message: bytes, request: SampleRequest, params: SamplingParams
     Raises:
         `ValueError`: it is none, or lacks what was asked for.
     """
-    head, tensors = unpack(message)
+    head, tensors = unpack(message, "rollout")
     wanted = {"latents", "next_latents", "log_probs"} if params.keep_steps else set()
     wanted |= {"means"} if params.keep_means and params.keep_steps else set()
     wanted |= {"clean_latents"} if params.keep_clean else set()

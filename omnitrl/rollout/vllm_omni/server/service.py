@@ -345,7 +345,7 @@ def _unfit(config: Mapping[str, Any]) -> str:
 
 def _message(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
-        return unpack(body)
+        return unpack(body, "rollout")
     except ValueError as error:
         raise Refusal("input", str(error)) from error
 
