@@ -28,6 +28,9 @@ BENCHMARKS := rollout_overhead train_overhead whole_step memory saved_work rewar
 export GOMP_SPINCOUNT := 0
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Packages are compiled when they are first imported, once: images that forbid to keep that would have each of the many
+# processes of the tests compile them again, and a server of vLLM-Omni start in twice the time.
+export PYTHONDONTWRITEBYTECODE :=
 test test-fast test-compat test-server bench bench-learning: export OMP_NUM_THREADS ?= 1
 test test-server: export OMNITRL_SERVER_PYTHON := $(CURDIR)/$(SERVER_PYTHON)
 
