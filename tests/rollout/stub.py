@@ -144,6 +144,11 @@ class LocalService:
         """The same for a [`Stub`]."""
         return asyncio.run(self.handle(path, body))
 
+    def lose_weights(self):
+        """As a server that is started again, when no sample is being made."""
+        with self._lock:
+            self.version = -1
+
     def _generate(self, body):
         request = unpack_request(body)
         if request.weight_version != self.version:
@@ -178,6 +183,8 @@ class LocalService:
         head, tensors = unpack(body, "rollout")
         for key, tensor in tensors.items():
             name, _, rest = key.partition(".")
+            if hasattr(self.model.networks[name], "peft_config"):
+                self.model.networks[name] = self.model.networks[name].unload().eval()
             self.model.networks[name].state_dict()[rest].copy_(tensor)
         count = len(tensors)
         return self._took(head["version"] if head["index"] + 1 == head["count"] else -2, count, count)

@@ -2,7 +2,6 @@
 """Trainers with a real vLLM-Omni server learn what they learn with the local engine, whatever becomes of servers."""
 
 import copy
-import os
 import threading
 import time
 
@@ -17,6 +16,7 @@ from omnitrl.rollout.vllm_omni.transport import ADAPTER
 from omnitrl.rollout.vllm_omni.wire import pack, unpack
 from tests.distributed.launch import Launch
 from tests.rollout.stub import until
+from tests.server import two
 from tests.server.checkpoints import SERVED
 from tests.server.environment import Server, needs_server
 from tests.trainer.helpers import LORA, PROMPTS, brightness, logged, trainable, trainer
@@ -119,20 +119,20 @@ def test_all_weights_and_averages(checkpoint_of, server_of, tmp_path):
     original.engine.update_weights(0)  # for the tests that follow
 
 
-def test_two_processes_share_one_server(checkpoint_of, server_of, tmp_path):
+def test_two_processes_share_one_server(checkpoint_of, server_of, tmp_path, monkeypatch):
+    """With weights that both have, and with such that FSDP2 shards: each run is that of one process alone."""
     server = server_of("sd3")
     variables = {"CHECKPOINT": str(checkpoint_of("sd3")), "SERVER": server.url}
-    launch = Launch("tests.server.two", tmp_path, "four_updates", environment=variables)
+    launch = Launch("tests.server.two", tmp_path, "four_updates", "sharded", environment=variables)
     assert launch.wait(280) == 0, launch.output()
-    first, second = launch.results("four_updates")
-    assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
-    assert len(set(first["seeds"]) | set(second["seeds"])) == len(first["seeds"]) + len(second["seeds"]) == 32
-    assert max(first["differences"]) <= 1e-5
-    os.environ.update(variables)
-    from tests.server import two
-
+    monkeypatch.setenv("CHECKPOINT", variables["CHECKPOINT"])
     alone = two.four_updates(tmp_path / "alone", servers=False)
-    assert distance(alone["weights"], first["weights"]) <= 1e-4
+    for name in ("four_updates", "sharded"):
+        first, second = launch.results(name)
+        assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
+        assert len(set(first["seeds"]) | set(second["seeds"])) == len(first["seeds"]) + len(second["seeds"]) == 32
+        assert max(first["differences"]) <= 1e-5
+        assert distance(alone["weights"], first["weights"]) <= 1e-4
 
 
 # What becomes of servers
