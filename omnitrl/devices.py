@@ -65,6 +65,11 @@ def device_name(device: torch.device | str) -> str:
     return device.type.upper()
 
 
+def has_accelerator() -> bool:
+    """Whether this machine has a device that is no CPU."""
+    return torch.accelerator.is_available()
+
+
 def synchronize(device: torch.device | str) -> None:
     """
     Waits until everything queued on a device has been done; on a CPU there is nothing to wait for.

@@ -5,18 +5,34 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+from omnitrl.devices import has_accelerator
 from omnitrl.errors import InputError
-from omnitrl.rollout.vllm_omni.server.families import BATCHINGS, Family, family_of_server, model_index
+from omnitrl.rollout.vllm_omni.server.families import (
+    BATCHINGS,
+    Family,
+    family_of_server,
+    model_index,
+    thinker_pipeline,
+)
 
 
 HOOKS = "omnitrl.rollout.vllm_omni.server"
 VLLM = "0.30"
 """Minor version of vLLM and vLLM-Omni whose insides the hooks know."""
 
-OWN_FLAGS = ("--omni", "--custom-pipeline-args", "--worker-extension-cls", "--step-execution")
+OWN_FLAGS = (
+    "--omni",
+    "--custom-pipeline-args",
+    "--worker-extension-cls",
+    "--step-execution",
+    "--deploy-config",
+    "--logprobs-mode",
+)
 # Flag -> why a server of rollouts does not have it.
 REFUSED = {
     "--cache-backend": "step caches skip parts of the network, so that samples are not the policy's",
@@ -67,6 +83,10 @@ def serve_command(options: argparse.Namespace, others: Sequence[str]) -> list[st
     Raises:
         [`~omnitrl.errors.InputError`]: the model is none that servers make rollouts with, or not in that way.
     """
+    quiet = [] if "--log-stats" in map(_name, others) else ["--disable-log-stats"]  # a table for each sample
+    thinker = thinker_pipeline(options.model)
+    if thinker is not None:
+        return ["serve", options.model, "--omni", *_thinker_flags(options, thinker, others), *quiet, *others]
     pipeline_class = str(model_index(options.model).get("_class_name"))
     family = family_of_server(pipeline_class)
     pipeline = json.dumps({"pipeline_class": f"{HOOKS}.pipelines.{pipeline_class}"})
@@ -76,9 +96,41 @@ def serve_command(options: argparse.Namespace, others: Sequence[str]) -> list[st
         *("--worker-extension-cls", f"{HOOKS}.extension.RolloutExtension"),
         *("--middleware", f"{HOOKS}.middleware.RolloutMiddleware"),
         *_batching_flags(options, family, pipeline_class, others),
-        *([] if "--log-stats" in map(_name, others) else ["--disable-log-stats"]),  # a table for each sample
+        *quiet,
         *others,
     ]
+
+
+def _thinker_flags(options: argparse.Namespace, pipeline: str, others: Sequence[str]) -> list[str]:
+    if options.batching is not None:
+        raise InputError(f"--batching {options.batching} is for diffusers pipelines: leave it out.")
+    sequences = [] if options.max_num_seqs is None else ["--max-num-seqs", str(options.max_num_seqs)]
+    chosen = any(_name(flag) == "--moe-backend" for flag in others)
+    handle, path = tempfile.mkstemp(".yaml", "omnitrl-thinker-")  # this process becomes the one that reads it
+    with os.fdopen(handle, "w") as file:
+        json.dump(thinker_deployment(pipeline, auto_experts=not chosen and not has_accelerator()), file, indent=2)
+    return ["--deploy-config", path, "--middleware", f"{HOOKS}.middleware.ThinkerMiddleware", *sequences]
+
+
+def thinker_deployment(pipeline: str, auto_experts: bool = False) -> dict[str, Any]:
+    """
+    What vLLM-Omni is to start for a model that writes text, in the form of its deploy files.
+
+    Args:
+        pipeline (`str`):
+            Its name of the Thinker alone.
+        auto_experts (`bool`):
+            Whether vLLM chooses how experts are computed; vLLM-Omni's own choice is for GPUs.
+    """
+    stage: dict[str, Any] = {
+        "stage_id": 0,
+        "worker_extension_cls": f"{HOOKS}.thinker_extension.ThinkerExtension",
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
+        "enable_prefix_caching": True,  # prompts have the version of the weights in their hash
+    }
+    if auto_experts:
+        stage["moe_backend"] = "auto"
+    return {"pipeline": pipeline, "async_chunk": False, "stages": [stage]}
 
 
 def _batching_flags(
@@ -149,11 +201,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omnitrl vllm-serve",
         usage="omnitrl vllm-serve MODEL [--batching …] [any flag of `vllm serve --omni`]",
-        description="Serve a diffusion model with vLLM-Omni, so that trainers can ask it for rollouts.",
+        description="Serve a diffusion model, or the Thinker of Qwen3-Omni, with vLLM-Omni, so that trainers can ask "
+        "it for rollouts.",
         epilog="Port, precision, parallelism and everything else: `vllm serve --omni --help`.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder or the name of a diffusers pipeline on the Hub")
+    parser.add_argument("model", metavar="MODEL", help="a folder or the name of a checkpoint on the Hub")
     parser.add_argument(
         "--batching",
         choices=BATCHINGS,

@@ -3,8 +3,10 @@
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
+import yaml
 
 from omnitrl.cli import vllm_serve
 from omnitrl.cli.main import main
@@ -81,6 +83,45 @@ def test_a_model_that_is_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InputError, match=r"'nobody/nothing' is neither a folder nor a diffusers pipeline on the Hub"):
         command("nobody/nothing")
+
+
+def checkpoint(tmp_path, kind="qwen3_omni_moe"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    return str(tmp_path)
+
+
+def test_a_thinker_is_served_alone_with_log_probs_and_hooks_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(vllm_serve, "has_accelerator", lambda: True)
+    model, hooks = checkpoint(tmp_path), "omnitrl.rollout.vllm_omni.server"
+    made = command(model, ["--port", "8001"], max_num_seqs=32)
+    assert made[:4] == ["serve", model, "--omni", "--deploy-config"]
+    assert made[5:] == [
+        *("--middleware", f"{hooks}.middleware.ThinkerMiddleware"),
+        *("--max-num-seqs", "32"),
+        "--disable-log-stats",
+        *("--port", "8001"),
+    ]
+    stage = {
+        "stage_id": 0,
+        "worker_extension_cls": f"{hooks}.thinker_extension.ThinkerExtension",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+    }
+    whole = {"pipeline": "qwen3_omni_moe_thinker_only", "async_chunk": False, "stages": [stage]}
+    assert yaml.safe_load(Path(made[4]).read_text()) == whole
+    monkeypatch.setattr(vllm_serve, "has_accelerator", lambda: False)
+    on_a_cpu = yaml.safe_load(Path(command(model)[4]).read_text())
+    assert on_a_cpu["stages"] == [{**stage, "moe_backend": "auto"}]
+    chosen = yaml.safe_load(Path(command(model, ["--moe-backend=triton"])[4]).read_text())
+    assert chosen["stages"] == [stage]
+
+
+def test_checkpoints_that_are_neither_are_refused_with_what_to_do(tmp_path):
+    with pytest.raises(InputError, match=r"is a qwen2_5_omni, and .* with rollout_engine='local', .* use_vllm=True"):
+        command(checkpoint(tmp_path, "qwen2_5_omni"))
+    with pytest.raises(InputError, match="--batching step is for diffusers pipelines: leave it out"):
+        command(checkpoint(tmp_path), batching="step")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,12 +34,7 @@ def check_server(info: ServerInfo, name: str, pipeline_class: str) -> None:
     Raises:
         [`~omnitrl.errors.InputError`]: another version or model is there, or one that skips parts of the network.
     """
-    if (info.protocol, info.omnitrl_version) != (PROTOCOL, __version__):
-        raise InputError(
-            f"{name} runs omnitrl {info.omnitrl_version} (rollout protocol {info.protocol}), the trainer "
-            f"{__version__} (protocol {PROTOCOL}); samples must be made by the code that trains on them: use "
-            f'`pip install "omnitrl=={__version__}"` there, or the same checkout.'
-        )
+    _check_version(info, name)
     if info.pipeline_class != pipeline_class:
         raise InputError(
             f"{name} serves {info.model} with a {info.pipeline_class}, but the trainer has a {pipeline_class}: start "
@@ -48,6 +44,52 @@ def check_server(info: ServerInfo, name: str, pipeline_class: str) -> None:
         raise InputError(
             f"{name} has the step cache {info.cache_backend!r}, which skips parts of the network, so that its samples "
             "are not the policy's: start it without --cache-backend."
+        )
+
+
+def check_text_server(info: ServerInfo, name: str, model_class: str, sizes: Mapping[str, int | None]) -> None:
+    """
+    Raises unless a server can write text for a trainer.
+
+    Args:
+        info ([`ServerInfo`]):
+            What the server says of itself.
+        name (`str`):
+            What it is called in the error.
+        model_class (`str`):
+            Class of the trainer's model.
+        sizes (`dict[str, int]`):
+            Of its language model, as its config has them.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: another version or model is there, or one that gives other log-probs.
+    """
+    _check_version(info, name)
+    if info.pipeline_class != model_class:
+        raise InputError(
+            f"{name} serves {info.model} with a {info.pipeline_class}, but the trainer has a {model_class}: start it "
+            "with `omnitrl vllm-serve` and the trainer's model, or correct vllm_server_base_url."
+        )
+    other = {key: value for key, value in (info.sizes or {}).items() if sizes.get(key) != value}
+    if other:
+        key, value = next(iter(other.items()))
+        raise InputError(
+            f"{name} serves {info.model} with {key}={value}, but the trainer's model has {sizes.get(key)}: start it "
+            "with the trainer's model, or correct vllm_server_base_url."
+        )
+    if info.log_probs != "processed_logprobs":
+        raise InputError(
+            f"{name} gives {info.log_probs or 'no log-probs'}, which are not those that its tokens are drawn with: "
+            "start it with `omnitrl vllm-serve MODEL`, without --logprobs-mode."
+        )
+
+
+def _check_version(info: ServerInfo, name: str) -> None:
+    if (info.protocol, info.omnitrl_version) != (PROTOCOL, __version__):
+        raise InputError(
+            f"{name} runs omnitrl {info.omnitrl_version} (rollout protocol {info.protocol}), the trainer "
+            f"{__version__} (protocol {PROTOCOL}); samples must be made by the code that trains on them: use "
+            f'`pip install "omnitrl=={__version__}"` there, or the same checkout.'
         )
 
 

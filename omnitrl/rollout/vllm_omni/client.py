@@ -53,11 +53,14 @@ class Jobs:
             Gives the message that asks for a sample, by its number.
         accept (`Callable[[int, bytes], Any]`):
             Gives what is made of the answer; raises [`BadAnswer`] to ask again.
+        at_once (`int`, *optional*):
+            How many one server is asked for at the same time, where the client was given no number.
     """
 
     groups: Sequence[Hashable]
     pack: Callable[[int], bytes]
     accept: Callable[[int, bytes], Any]
+    at_once: int | None = None
 
 
 class RolloutClient:
@@ -369,7 +372,7 @@ class RolloutClient:
             if not replica.up:
                 round_.take_back(replica)
         for replica in sorted(there, key=lambda replica: replica.running):
-            while replica.running < self._bound(replica):
+            while replica.running < self._bound(replica, round_.jobs):
                 following = round_.take(replica, alone=len(there) == 1)
                 if following is None:
                     break
@@ -377,9 +380,9 @@ class RolloutClient:
                 running[task] = (following, replica)
                 replica.running += 1
 
-    def _bound(self, replica: Replica) -> int:
+    def _bound(self, replica: Replica, jobs: Jobs) -> int:
         at_once = replica.info.max_num_seqs if replica.info is not None else 1
-        return self._concurrency or max(2 * at_once, 4)
+        return self._concurrency or jobs.at_once or max(2 * at_once, 4)
 
     async def _ask(self, jobs: Jobs, number: int, replica: Replica) -> Any:
         return jobs.accept(number, await replica.call(GENERATE, jobs.pack(number), self._sample_timeout))

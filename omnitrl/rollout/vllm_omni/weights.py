@@ -43,17 +43,33 @@ def check_trained(model: FlowModel) -> None:
             f"{whole} are trained as a whole: use one or the other, or rollout_engine='local'."
         )
     for name, config in configs.items():
-        reason = _unfit(config)
-        if reason:
-            raise InputError(
-                f"rollout_engine='vllm_omni' takes plain LoRA adapters, but that of the {name} {reason}: leave it out "
-                "of the peft_config, or use rollout_engine='local'."
-            )
+        check_config(config, name)
     meanings = [{key: getattr(config, key) for key in _MEANING} for config in configs.values()]
     if any(meaning != meanings[0] for meaning in meanings):
         raise InputError(
             f"rollout_engine='vllm_omni' takes one LoRA config for all networks, but those of {list(configs)} differ "
             f"({meanings}): use adapters of one kind, or rollout_engine='local'."
+        )
+
+
+def check_config(config: Any, name: str) -> None:
+    """
+    Raises for a PEFT config that servers cannot follow.
+
+    Args:
+        config ([`~peft.PeftConfig`]):
+            Of the adapter.
+        name (`str`):
+            Of what has it, for the error.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: it is one.
+    """
+    reason = _unfit(config)
+    if reason:
+        raise InputError(
+            f"rollout_engine='vllm_omni' takes plain LoRA adapters, but that of the {name} {reason}: leave it out "
+            "of the peft_config, or use rollout_engine='local'."
         )
 
 
@@ -71,6 +87,7 @@ def _unfit(config: Any) -> str:
     if not isinstance(config, LoraConfig):
         return f"is a {type(config).__name__}"
     plain = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False}
+    plain |= {"target_parameters": None}
     given = {key: getattr(config, key, value) for key, value in plain.items()}
     odd = [f"{key}={value!r}" for key, value in given.items() if value != plain[key] and value != []]
     return f"has {', '.join(odd)}" if odd else ""
@@ -95,8 +112,9 @@ def weight_messages(
     Returns:
         `list[tuple[str, bytes]]`: path and body of each call.
     """
-    if _configs(model):
-        return [(ADAPTER, _adapter_message(model, weights, version))]
+    configs = _configs(model)
+    if configs:
+        return [(ADAPTER, adapter_message(next(iter(configs.values())), weights, version))]
     named = {f"{name}.{key}": tensor for name, tensors in weights.items() for key, tensor in tensors.items()}
     buckets = _buckets(named, dtype)
     messages = []
@@ -106,8 +124,21 @@ def weight_messages(
     return messages
 
 
-def _adapter_message(model: FlowModel, weights: Weights, version: int) -> bytes:
-    config = next(iter(_configs(model).values()))
+def adapter_message(config: Any, weights: Weights, version: int) -> bytes:
+    """
+    The body of a call that brings adapters.
+
+    Args:
+        config ([`~peft.LoraConfig`]):
+            One for all networks.
+        weights (`dict[str, dict[str, Tensor]]`):
+            Network → name → tensor, as PEFT names them.
+        version (`int`):
+            Weight version that they make.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: a tensor is of a kind that servers do not take.
+    """
     tensors: dict[str, Tensor] = {}
     expected: dict[str, None] = {}
     for name, adapter in weights.items():

@@ -57,11 +57,11 @@ class ServerInfo:
         model (`str`):
             What it was started with.
         pipeline_class (`str`):
-            Class of the diffusers pipeline that it serves.
+            Class of the diffusers pipeline, or of the Thinker, that it serves.
         dtype (`str`):
             Of its network, such as `"bfloat16"`.
         batching (`str`):
-            `"serial"`, `"request"` or `"step"`.
+            `"serial"`, `"request"` or `"step"`; `"token"` for text.
         max_num_seqs (`int`):
             Samples that it makes at the same time.
         weight_version (`int`):
@@ -70,6 +70,12 @@ class ServerInfo:
             Its step cache, `"none"` for none.
         quantization (`str`, *optional*):
             Method, such as `"fp8"`.
+        log_probs (`str`, *optional*):
+            Which log-probs it gives of the tokens of a text, in vLLM's words.
+        max_model_len (`int`, *optional*):
+            The most tokens of a prompt and its completion.
+        sizes (`dict[str, int]`, *optional*):
+            Of the language model, as its config has them.
     """
 
     protocol: int
@@ -83,6 +89,9 @@ class ServerInfo:
     weight_version: int = -1
     cache_backend: str = "none"
     quantization: str | None = None
+    log_probs: str | None = None
+    max_model_len: int | None = None
+    sizes: dict[str, int | None] | None = None
 
 
 @dataclass(frozen=True)

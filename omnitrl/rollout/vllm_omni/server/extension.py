@@ -9,7 +9,6 @@ manager of adapters does after it has read a file (0.30). Whole networks go thro
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -22,9 +21,15 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.utils import replace_submodule
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
+from omnitrl.rollout.vllm_omni.server.adapters import (
+    UNUSABLE,
+    lora_a,
+    lora_b,
+    quantization_method,
+    report_on,
+    scaling,
+)
 
-UNUSABLE = -2
-"""Weight version of a server some of whose weights are new and some old."""
 
 # Ends of names in diffusers, and what native networks call them where they differ.
 _OTHER_NAMES = ((".to_out.0", ".to_out"), (".ffn.net.0.", ".ffn.net_0."), (".ffn.net.2", ".ffn.net_2"))
@@ -55,7 +60,7 @@ class RolloutExtension(CustomPipelineWorkerExtension):
             "batching": "step" if config.step_execution else "request" if config.max_num_seqs > 1 else "serial",
             "max_num_seqs": int(config.max_num_seqs),
             "cache_backend": config.cache_backend or "none",
-            "quantization": _method(config.quantization_config),
+            "quantization": quantization_method(config.quantization_config),
             "channels": int(getattr(vae, "latent_channels", None) or vae.z_dim),
             "factor": int(factor),
             "frames_factor": int(pipeline.vae_scale_factor_temporal) if frame_rate else None,
@@ -100,18 +105,18 @@ class RolloutExtension(CustomPipelineWorkerExtension):
         manager, expected = self.lora_manager, list(head["expected"])
         places = self._places()
         native = {name: _place(name, places) for name in expected}
-        whole = {name for name in expected if _A(name) in tensors and _B(name) in tensors}
+        whole = {name for name in expected if lora_a(name) in tensors and lora_b(name) in tensors}
         missing = [name for name in expected if native[name] is None or name not in whole]
         if not missing:
             loras = {}
             for name, place in native.items():
-                a, b = tensors[_A(name)], tensors[_B(name)]
-                scaled = b.float() * _scaling(head["config"], name, a.shape[0])
+                a, b = tensors[lora_a(name)], tensors[lora_b(name)]
+                scaled = b.float() * scaling(head["config"], name, a.shape[0])
                 a, scaled = (part.to(manager.dtype).contiguous() for part in (a, scaled))
                 loras[place] = LoRALayerWeights(place, a.shape[0], a.shape[0], a, scaled, scaling=1)
             self._bind(loras)
             self.model_runner.pipeline.weight_version = head["version"]
-        return _report(head["version"], expected, missing) | self.rollout_state()
+        return report_on(head["version"], expected, missing) | self.rollout_state()
 
     def _bind(self, loras: dict[Any, LoRALayerWeights]) -> None:
         """Makes these the adapter that is used; the old one stays if that fails."""
@@ -183,7 +188,7 @@ class RolloutExtension(CustomPipelineWorkerExtension):
         expected, missing = self._unfilled(arriving["sent"], arriving["loaded"])
         if not missing:
             pipeline.weight_version = version
-        return _report(version, expected, missing) | self.rollout_state()
+        return report_on(version, expected, missing) | self.rollout_state()
 
     def _unfilled(self, sent: set[str], loaded: set[str]) -> tuple[list[str], list[str]]:
         """Native names of the parameters of the networks that were sent, and those that got no or not all values."""
@@ -211,44 +216,9 @@ class RolloutExtension(CustomPipelineWorkerExtension):
         return [f"{parent}.{part}.{kind}" for part in self.lora_manager._packed_modules_mapping.get(leaf, ())]
 
 
-def _A(module: str) -> str:
-    return f"{module}.lora_A.weight"
-
-
-def _B(module: str) -> str:
-    return f"{module}.lora_B.weight"
-
-
 def _place(name: str, places: Iterable[str]) -> str | None:
     """What a native network calls a module."""
     candidates = [name]
     for ours, theirs in _OTHER_NAMES:
         candidates += [name.replace(ours, theirs)]
     return next((candidate for candidate in candidates if candidate in places), None)
-
-
-def _scaling(config: Mapping[str, Any], name: str, rank: int) -> float:
-    """What PEFT multiplies the update of a module by."""
-    from peft.utils.other import get_pattern_key
-
-    patterns = config.get("alpha_pattern") or {}
-    key = get_pattern_key(list(patterns), name.partition(".")[2])
-    alpha = float(patterns.get(key, config["lora_alpha"]))
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _report(version: int, expected: list[str], missing: list[str]) -> dict[str, Any]:
-    return {
-        "version": version,
-        "bound": len(expected) - len(missing),
-        "expected": len(expected),
-        "missing": missing[:20],
-    }
-
-
-def _method(quantization: Any) -> str | None:
-    """Name of a quantization method."""
-    if quantization is None:
-        return None
-    name = getattr(quantization, "get_name", None)
-    return str(name()) if callable(name) else str(quantization)

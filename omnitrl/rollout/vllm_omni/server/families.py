@@ -142,6 +142,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Model type of a checkpoint -> vLLM-Omni's name of its Thinker alone.
+THINKER_PIPELINES = {"qwen3_omni_moe": "qwen3_omni_moe_thinker_only"}
+
+
 def family_of_server(pipeline_class: str) -> Family:
     """
     The family of a diffusers pipeline.
@@ -164,23 +168,57 @@ def model_index(model: str) -> dict[str, Any]:
     Raises:
         [`~omnitrl.errors.InputError`]: it has none.
     """
-    path = Path(model) / "model_index.json"
-    if not Path(model).is_dir():
-        from huggingface_hub import hf_hub_download
-
-        try:
-            path = Path(hf_hub_download(model, "model_index.json"))
-        except Exception as error:  # whatever the Hub says, and there are many kinds of it
-            raise InputError(
-                f"{model!r} is neither a folder nor a diffusers pipeline on the Hub ({_first_line(error)}): give one "
-                "that has a model_index.json."
-            ) from error
-    if not path.is_file():
+    found, reason = read_json(model, "model_index.json")
+    if found is None and not Path(model).is_dir():
+        raise InputError(
+            f"{model!r} is neither a folder nor a diffusers pipeline on the Hub ({reason}): give one that has a "
+            "model_index.json."
+        )
+    if found is None:
         raise InputError(
             f"{model!r} has no model_index.json: give the folder of a diffusers pipeline, that its save_pretrained "
             "makes."
         )
-    return json.loads(path.read_text("utf-8"))
+    return found
+
+
+def thinker_pipeline(model: str) -> str | None:
+    """
+    What vLLM-Omni calls the Thinker alone of a checkpoint; `None` for one that is no omni-modality model.
+
+    Args:
+        model (`str`):
+            A folder or a name on the Hub.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: servers make no rollouts with it.
+    """
+    if Path(model).is_dir() and (Path(model) / "model_index.json").is_file():
+        return None
+    config, _ = read_json(model, "config.json")
+    kind = None if config is None else config.get("model_type")
+    if kind is None or kind in THINKER_PIPELINES:
+        return THINKER_PIPELINES.get(kind or "")
+    raise InputError(
+        f"{model} is a {kind}, and vllm-serve serves diffusers pipelines and {', '.join(THINKER_PIPELINES)}: train "
+        "Qwen2.5-Omni with rollout_engine='local', and start servers of language models with `vllm serve`, for "
+        "use_vllm=True."
+    )
+
+
+def read_json(model: str, name: str) -> tuple[dict[str, Any] | None, str]:
+    """A file of a checkpoint, a folder or a name on the Hub, or `None` and why there is none."""
+    path = Path(model) / name
+    if not Path(model).is_dir():
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(model, name))
+        except Exception as error:  # whatever the Hub says, and there are many kinds of it
+            return None, _first_line(error)
+    if not path.is_file():
+        return None, "it is not there"
+    return json.loads(path.read_text("utf-8")), ""
 
 
 def _first_line(error: Exception) -> str:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to HTTP: `vllm serve --omni --middleware omnitrl.rollout.vllm_omni.server.middleware.RolloutMiddleware`."""
+"""The door to HTTP: `vllm serve --omni --middleware omnitrl.rollout.vllm_omni.server.middleware.RolloutMiddleware`, or
+`….ThinkerMiddleware` for models that write text."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from omnitrl.rollout.vllm_omni.server.service import RolloutService
+from omnitrl.rollout.vllm_omni.server.calls import CallService
 from omnitrl.rollout.vllm_omni.transport import GENERATE
 from omnitrl.rollout.vllm_omni.wire import PREFIX
 
@@ -22,14 +23,19 @@ class RolloutMiddleware:
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._service: RolloutService | None = None
+        self._service: CallService | None = None
+
+    def _make_service(self, engine: Any) -> CallService:
+        from omnitrl.rollout.vllm_omni.server.service import RolloutService
+
+        return RolloutService(engine)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(f"{PREFIX}/"):
             await self._app(scope, receive, send)
             return
         if self._service is None:
-            self._service = RolloutService(scope["app"].state.engine_client)
+            self._service = self._make_service(scope["app"].state.engine_client)
         body = await _body(receive)
         if body is None:
             return
@@ -43,6 +49,15 @@ class RolloutMiddleware:
             gone.cancel()
             if scope["path"] == GENERATE:
                 call.cancel()  # its caller may have gone, and nobody will take the sample
+
+
+class ThinkerMiddleware(RolloutMiddleware):
+    """The same for the engine of a model that writes text."""
+
+    def _make_service(self, engine: Any) -> CallService:
+        from omnitrl.rollout.vllm_omni.server.thinker_service import ThinkerService
+
+        return ThinkerService(engine)
 
 
 async def _body(receive: Any) -> bytes | None:

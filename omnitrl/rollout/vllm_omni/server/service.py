@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -19,46 +16,16 @@ from torch import Tensor
 from omnitrl.algorithms import make_sigma_table, thin_tail
 from omnitrl.media import Video
 from omnitrl.rollout.stepping import Sampler
+from omnitrl.rollout.vllm_omni.server.calls import CallService, Refusal, check_adapter, read_message
 from omnitrl.rollout.vllm_omni.server.families import FAMILIES
 from omnitrl.rollout.vllm_omni.server.pipelines import ROLLOUT
-from omnitrl.rollout.vllm_omni.transport import ADAPTER, GENERATE, INFO, SLEEP, WAKE, WEIGHTS
-from omnitrl.rollout.vllm_omni.wire import (
-    PROTOCOL,
-    ServerInfo,
-    WireRequest,
-    pack_request,
-    pack_sample,
-    unpack,
-    unpack_request,
-)
-from omnitrl.version import __version__
+from omnitrl.rollout.vllm_omni.transport import ADAPTER, GENERATE, SLEEP, WAKE, WEIGHTS
+from omnitrl.rollout.vllm_omni.wire import WireRequest, pack_request, pack_sample, unpack_request
 
 
-STATUS = {"input": 400, "stale": 409, "hooks": 404, "internal": 500}
-
-
-class Refusal(Exception):
+class RolloutService(CallService):
     """
-    An answer that is not the one that was asked for.
-
-    Args:
-        kind (`str`):
-            A key of [`STATUS`].
-        sentence (`str`):
-            Why, and what to do.
-    """
-
-    def __init__(self, kind: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.kind = kind
-
-
-class RolloutService:
-    """
-    The calls of one server.
-
-    Weights change when no sample is being made, and samples that come meanwhile wait, so that each of them comes from
-    one version of the weights.
+    The calls of a server of diffusion models.
 
     Args:
         engine (`AsyncOmni`):
@@ -67,60 +34,15 @@ class RolloutService:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._facts: dict[str, Any] = {}
+        super().__init__(engine)
         self._asleep = False
-        self._door = _Door()
-        self._calls: dict[str, Callable[[bytes], Awaitable[bytes]]] = {
+        self._calls = {
             GENERATE: self._generate,
             ADAPTER: self._adapter,
             WEIGHTS: self._weights,
             SLEEP: self._sleep,
             WAKE: self._wake,
         }
-
-    async def handle(self, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Status and body of the answer to a call; one without a body is a GET."""
-        try:
-            await self._learn_facts()
-            if path == INFO:
-                return 200, json.dumps(vars(self._info())).encode()
-            if path not in self._calls or body is None:
-                raise Refusal("hooks", f"There is no {'GET' if body is None else 'POST'} {path}.")
-            return 200, await self._calls[path](body)
-        except Refusal as refusal:
-            kind, sentence = refusal.kind, str(refusal)
-        except Exception as error:
-            client = 400 <= getattr(error, "status_code", 500) < 500  # of vLLM-Omni's errors
-            kind, sentence = "input" if client else "internal", str(error) or type(error).__name__
-        return STATUS[kind], json.dumps({"error": sentence, "kind": kind}).encode()
-
-    # Facts
-
-    async def _learn_facts(self) -> None:
-        if not self._facts:
-            self._facts = await self._rpc("rollout_facts")
-
-    def _info(self) -> ServerInfo:
-        kept = {name: self._facts[name] for name in ServerInfo.__dataclass_fields__ if name in self._facts}
-        return ServerInfo(
-            protocol=PROTOCOL, omnitrl_version=__version__, vllm_omni_version=version("vllm-omni"), **kept
-        )
-
-    async def _rpc(self, method: str, *args: Any) -> dict[str, Any]:
-        """A call of all workers; those of one server say the same, or the one that differs is the answer."""
-        results: list[Any] = _flat(await self._engine.collective_rpc(method, args=args))
-        for result in results:
-            if not isinstance(result, Mapping):
-                raise Refusal("internal", f"A worker answered {method} with {result!r}.")
-            if result.get("supported") is False or result.get("todo"):
-                error = str(result.get("error"))
-                if result.get("todo") or (method in error and "attribute" in error):
-                    raise Refusal("hooks", "This server has no rollouts: start it with `omnitrl vllm-serve MODEL`.")
-                raise Refusal("internal", error)
-        if not results:
-            raise Refusal("internal", f"No worker answered {method}.")
-        return min((dict(result) for result in results), key=lambda result: result.get("bound", 0))
 
     # Samples
 
@@ -190,11 +112,6 @@ class RolloutService:
         rate = self._facts["frame_rate"]
         return Image.fromarray(np.asarray(pixels)) if rate is None else Video(np.asarray(pixels), rate)
 
-    def _check_version(self, wanted: int) -> None:
-        found = self._facts["weight_version"]
-        if wanted != found:
-            raise Refusal("stale", f"The weights {wanted} were asked for, but this server has {_words(found)}.")
-
     def _check_awake(self) -> None:
         if self._asleep:
             raise Refusal("input", f"This server is asleep: wake it first with POST {WAKE}.")
@@ -203,15 +120,13 @@ class RolloutService:
 
     async def _adapter(self, body: bytes) -> bytes:
         self._check_awake()
-        head, tensors = _message(body)
-        unfit = _unfit(head.get("config") or {})
-        if unfit:
-            raise Refusal("input", f"Servers take plain LoRA adapters, but this one {unfit}: leave it out.")
+        head, tensors = read_message(body)
+        check_adapter(head.get("config") or {})
         return await self._take("rollout_adapter", head, tensors)
 
     async def _weights(self, body: bytes) -> bytes:
         self._check_awake()
-        head, tensors = _message(body)
+        head, tensors = read_message(body)
         if self._facts["quantization"]:
             raise Refusal(
                 "input",
@@ -219,15 +134,6 @@ class RolloutService:
                 "it without quantization.",
             )
         return await self._take("rollout_weights", head, tensors)
-
-    async def _take(self, method: str, head: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
-        async with self._door.weights():
-            self._check_awake()
-            try:
-                report = await self._rpc(method, head, tensors)
-            finally:
-                self._facts |= await self._rpc("rollout_state")
-        return json.dumps({key: report[key] for key in ("version", "bound", "expected", "missing") if report}).encode()
 
     # Memory
 
@@ -244,47 +150,6 @@ class RolloutService:
                 _check_done(await self._engine.wake_up(stage_ids=[0]))
                 self._asleep = False
         return b"{}"
-
-
-class _Door:
-    """Lets samples in together and weights alone, and no further samples while weights wait."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Condition()
-        self._inside = 0
-        self._waiting = 0
-        self._closed = False
-
-    @asynccontextmanager
-    async def sample(self) -> AsyncIterator[None]:
-        """While one sample is made."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._closed and self._waiting == 0)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @asynccontextmanager
-    async def weights(self) -> AsyncIterator[None]:
-        """While weights change."""
-        async with self._changed:
-            self._waiting += 1
-            try:
-                await self._changed.wait_for(lambda: not self._closed and self._inside == 0)
-                self._closed = True
-            finally:
-                self._waiting -= 1
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._closed = False
-                self._changed.notify_all()
 
 
 def _check(request: WireRequest, facts: Mapping[str, Any]) -> None:
@@ -333,39 +198,7 @@ def _latent_shape(request: WireRequest, facts: Mapping[str, Any]) -> tuple[int, 
     return (facts["channels"], *between, *sides)
 
 
-def _unfit(config: Mapping[str, Any]) -> str:
-    """What of a PEFT config servers cannot follow."""
-    kind = config.get("peft_type", "LORA")
-    if str(kind).rpartition(".")[2] != "LORA":
-        return f"is a {kind}"
-    plain = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False}
-    odd = [f"{key}={config[key]!r}" for key, value in plain.items() if config.get(key, value) not in (value, [])]
-    return f"has {', '.join(odd)}" if odd else ""
-
-
-def _message(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    try:
-        return unpack(body, "rollout")
-    except ValueError as error:
-        raise Refusal("input", str(error)) from error
-
-
 def _check_done(acknowledgements: list[Any]) -> None:
     failed = [one for one in acknowledgements if getattr(one, "status", None) != "SUCCESS"]
     if failed:
         raise Refusal("internal", f"A worker did not do it: {failed[0]}")
-
-
-def _words(weight_version: int) -> str:
-    if weight_version == -1:
-        return "those that it was started with"
-    if weight_version < 0:
-        return "some that came in part only: send them again"
-    return f"the weights {weight_version}"
-
-
-def _flat(results: Any) -> list[Any]:
-    """Results of stages of workers, as one list."""
-    if not isinstance(results, list | tuple):
-        return [results]
-    return [one for result in results for one in _flat(result)]

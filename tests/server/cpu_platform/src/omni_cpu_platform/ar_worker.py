@@ -7,6 +7,8 @@ from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
 from vllm_omni.worker.mixins import OmniWorkerMixin
 
+from omni_cpu_platform.platform import keep_weights
+
 
 class _OnCPU:
     def __init__(self, *args, **kwargs):
@@ -27,6 +29,7 @@ class CPUARWorker(OmniWorkerMixin, CPUWorker):
     runner = CPUARRunner
 
     def init_device(self):
+        keep_weights()
         self.use_v2_model_runner = False
         super().init_device()
         self.model_runner = self.runner(self.vllm_config, self.device)

@@ -18,6 +18,20 @@ def _nothing(*_):
     return None
 
 
+def keep_weights():
+    """
+    Linear layers that keep their weight as a parameter.
+
+    vLLM's packs it for oneDNN after loading and empties the parameter, so that no weights could be loaded again.
+    """
+    from vllm.model_executor.layers import utils
+
+    def plain(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
 class CPUPlatform(OmniPlatform, CpuPlatform):
     _omni_enum = OmniPlatformEnum.OOT
 
@@ -78,17 +92,7 @@ class CPUPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def init_diffusion_worker_vllm_config(cls, vllm_config):
-        """
-        Linear layers that keep their weight as a parameter.
-
-        vLLM's packs it for oneDNN after loading and empties the parameter, so that no weights could be loaded again.
-        """
-        from vllm.model_executor.layers import utils
-
-        def plain(layer, remove_weight):
-            layer.cpu_linear = torch.nn.functional.linear
-
-        utils.dispatch_cpu_unquantized_gemm = plain
+        keep_weights()
 
     # The device
 
