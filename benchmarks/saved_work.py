@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from common import environment, parse_args, print_table, write_json
+from common import SUBJECTS, environment, parse_args, print_table, write_json
 
 
 PROMPTS, GROUP, BATCH = 2, 8, 16
@@ -112,8 +112,8 @@ def brightness(completions: list[Any], **_: Any) -> list[float]:
     return [float(image.getpixel((0, 0))[0]) for image in completions]
 
 
-def make_trainer(case: Case, rollouts: int, folder: str) -> Any:
-    """A trainer of the shipped model for so many rollouts."""
+def make_trainer(case: Case, rollouts: int, folder: str, quick: bool) -> Any:
+    """A trainer of the shipped model for so many rollouts; of a tiny one with `quick`."""
     import torch
     from diffusers.utils import logging as diffusers_logging
     from peft import LoraConfig
@@ -149,10 +149,13 @@ def make_trainer(case: Case, rollouts: int, folder: str) -> Any:
     for library in (diffusers_logging, transformers_logging):
         library.set_verbosity_error()
         library.disable_progress_bar()
+    subject = SUBJECTS["sd3"](True) if quick else None
     options = {**SHARED, **case.options}
+    if subject is not None:
+        options |= {"height": subject.size.height, "width": subject.size.width, "max_sequence_length": None}
     args = TimedTrainer.config_class(output_dir=folder, learning_rate=1e-6, max_steps=1, **options)
     args.max_steps = int(rollouts * args.updates_per_rollout)
-    model = load_flow_model(GLYPHS, max_sequence_length=1, dtype=torch.float32)
+    model = subject.model if subject else load_flow_model(GLYPHS, max_sequence_length=1, dtype=torch.float32)
     lora = LoraConfig(r=16, lora_alpha=32)
     return TimedTrainer(model, brightness, args, train_dataset=rows("train"), peft_config=lora)
 
@@ -180,10 +183,10 @@ def count_encoded(model: Any, without_cache: bool) -> list[int]:
     return encoded
 
 
-def run_case(case: Case, rollouts: int) -> dict[str, Any]:
+def run_case(case: Case, rollouts: int, quick: bool) -> dict[str, Any]:
     """Trains and reads off what was logged; seconds are without the first rollout and its first-time costs."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(case, rollouts, folder)
+        trainer = make_trainer(case, rollouts, folder, quick)
         if case.without == "prompts":
             buffer_of = trainer._buffer_of
             trainer._buffer_of = lambda rollout, requests, *rest: _with_rows(
@@ -224,7 +227,7 @@ def _with_rows(trainer: Any, buffer_of: Any, rollout: int, requests: Any, rest: 
 # Gradients in two processes
 
 
-def synchronisations(each_backward: bool) -> dict[str, Any]:
+def synchronisations(each_backward: bool, quick: bool) -> dict[str, Any]:
     """One optimizer step of this process and another: backward passes, and gradient exchanges that they started."""
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -233,7 +236,7 @@ def synchronisations(each_backward: bool) -> dict[str, Any]:
     backwards: list[int] = []
     options = {**LAST, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Case(options), 1, folder)
+        trainer = make_trainer(Case(options), 1, folder, quick)
 
         def hook(state, bucket):  # torch refuses annotations that are strings
             if bucket.index() == 0:
@@ -264,7 +267,7 @@ def synchronisations(each_backward: bool) -> dict[str, Any]:
     }
 
 
-def in_two_processes() -> dict[str, dict[str, Any]]:
+def in_two_processes(quick: bool) -> dict[str, dict[str, Any]]:
     """[`synchronisations`] with and without the exchanges that are left out."""
     import json
 
@@ -274,7 +277,7 @@ def in_two_processes() -> dict[str, dict[str, Any]]:
         for name in ("each backward", "the last"):
             output = Path(folder) / "result.json"
             env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            words = [*command, "--processes", name, "--output", str(output)]
+            words = [*command, "--processes", name, "--output", str(output), *(["--quick"] if quick else [])]
             subprocess.run(words, check=True, env=env, capture_output=True, text=True)
             results[name] = json.loads(output.read_text("utf-8"))
     return results
@@ -332,7 +335,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     if args.processes:
-        result = synchronisations(args.processes == "each backward")
+        result = synchronisations(args.processes == "each backward", args.quick)
         if os.environ["RANK"] == "0":
             write_json(args.output, result)
         return
@@ -343,13 +346,13 @@ def main() -> None:
         "environment": environment(args.threads),
         "samples_of_a_rollout": PROMPTS * GROUP,
         "group_size": GROUP,
-        "steps": {name: run_case(case, rollouts) for name, case in STEPS.items()},
+        "steps": {name: run_case(case, rollouts, args.quick) for name, case in STEPS.items()},
         "pairs": {
-            name: {"without": run_case(without, rollouts), "with": run_case(case, rollouts)}
+            name: {"without": run_case(without, rollouts, args.quick), "with": run_case(case, rollouts, args.quick)}
             for name, (without, case) in PAIRS.items()
         },
-        "cycle": {name: run_case(case, windows) for name, case in CYCLE.items()},
-        "exchanges": in_two_processes(),
+        "cycle": {name: run_case(case, windows, args.quick) for name, case in CYCLE.items()},
+        "exchanges": in_two_processes(args.quick),
     }
     for title, header, rows in tables(content):
         print_table(title, header, rows)
