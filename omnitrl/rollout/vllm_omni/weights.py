@@ -88,8 +88,8 @@ def _unfit(config: Any) -> str:
         return f"is a {type(config).__name__}"
     plain = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False}
     plain |= {"target_parameters": None}
-    given = {key: getattr(config, key, value) for key, value in plain.items()}
-    odd = [f"{key}={value!r}" for key, value in given.items() if value != plain[key] and value != []]
+    given = {key: getattr(config, key, value) or value for key, value in plain.items()}
+    odd = [f"{key}={value!r}" for key, value in given.items() if value != plain[key]]
     return f"has {', '.join(odd)}" if odd else ""
 
 
