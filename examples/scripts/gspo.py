@@ -40,6 +40,14 @@ accelerate launch --num_processes 4 examples/scripts/gspo.py \
     --gradient_accumulation_steps 8 --max_completion_length 1024 --learning_rate 3e-6
 ```
 
+Answers can come from a server of Qwen3-Omni on other GPUs, which is sent the adapter before each rollout. There
+
+```bash
+omnitrl vllm-serve Qwen/Qwen3-Omni-30B-A3B-Instruct --port 8000 --dtype bfloat16 --max-model-len 12288
+```
+
+and above `--rollout_engine vllm_omni --vllm_server_base_url http://other-machine:8000`, or several addresses.
+
 A dataset that has `prompt` already, as chat messages, is taken as it is. `--resume true` goes on from the last
 checkpoint in `output_dir`.
 """

@@ -108,17 +108,20 @@ def _thinker_flags(options: argparse.Namespace, pipeline: str, others: Sequence[
     chosen = any(_name(flag) == "--moe-backend" for flag in others)
     handle, path = tempfile.mkstemp(".yaml", "omnitrl-thinker-")  # this process becomes the one that reads it
     with os.fdopen(handle, "w") as file:
-        json.dump(thinker_deployment(pipeline, auto_experts=not chosen and not has_accelerator()), file, indent=2)
+        prefixes = not any(_name(flag) == "--no-enable-prefix-caching" for flag in others)
+        json.dump(thinker_deployment(pipeline, prefixes, not chosen and not has_accelerator()), file, indent=2)
     return ["--deploy-config", path, "--middleware", f"{HOOKS}.middleware.ThinkerMiddleware", *sequences]
 
 
-def thinker_deployment(pipeline: str, auto_experts: bool = False) -> dict[str, Any]:
+def thinker_deployment(pipeline: str, prefix_caching: bool = True, auto_experts: bool = False) -> dict[str, Any]:
     """
     What vLLM-Omni is to start for a model that writes text, in the form of its deploy files.
 
     Args:
         pipeline (`str`):
             Its name of the Thinker alone.
+        prefix_caching (`bool`):
+            Whether what the answers to a prompt have in common is computed once.
         auto_experts (`bool`):
             Whether vLLM chooses how experts are computed; vLLM-Omni's own choice is for GPUs.
     """
@@ -126,7 +129,7 @@ def thinker_deployment(pipeline: str, auto_experts: bool = False) -> dict[str, A
         "stage_id": 0,
         "worker_extension_cls": f"{HOOKS}.thinker_extension.ThinkerExtension",
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
-        "enable_prefix_caching": True,  # prompts have the version of the weights in their hash
+        "enable_prefix_caching": prefix_caching,  # the version of the weights is part of what is looked up
     }
     if auto_experts:
         stage["moe_backend"] = "auto"

@@ -36,6 +36,13 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # What the names of the Thinker's weights begin with in a checkpoint.
 _PREFIX = "thinker."
 
+# Beginnings of names in Transformers 5.24, and what checkpoints have in their place.
+_PUBLISHED = {
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+    "model.audio_tower.": "audio_tower.",
+}
+
 # Tokens of a text that stand for media or for their ends, by their names in a model's config.
 _MEDIA_TOKENS = (
     "image_token_id",
@@ -176,6 +183,29 @@ def media_tokens(config: Any) -> list[int]:
     """
     ids = (getattr(config, name, None) for name in _MEDIA_TOKENS)
     return sorted({token for token in ids if isinstance(token, int)})
+
+
+def published_name(name: str) -> str:
+    """
+    What a whole checkpoint calls a weight or module of a Thinker, without what all of its names begin with.
+
+    Args:
+        name (`str`):
+            As the model in memory calls it.
+
+    Example:
+
+    ```python
+    >>> published_name("model.language_model.layers.0.self_attn.q_proj")
+    'model.layers.0.self_attn.q_proj'
+    >>> published_name("model.visual.blocks.0.attn.proj")
+    'visual.blocks.0.attn.proj'
+    ```
+    """
+    for ours, theirs in _PUBLISHED.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
 
 
 def restore(model: PreTrainedModel, folder: str | Path) -> None:

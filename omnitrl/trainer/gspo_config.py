@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
 from omnitrl.errors import InputError
+from omnitrl.rollout.vllm_omni.transport import check_url
 from omnitrl.trainer.base_config import check_choice, check_positive
 
 
@@ -52,6 +54,24 @@ class GSPOConfig(GRPOConfig):
         default=64, metadata={"help": "The most frames of a video, whatever its length; None for no bound."}
     )
 
+    # Rollouts
+    rollout_engine: str = field(
+        default="local",
+        metadata={"help": "Where answers are written: 'local' in this process, or 'vllm_omni' by vLLM-Omni servers."},
+    )
+    vllm_server_base_url: list[str] | None = field(  # type: ignore[assignment] # TRL knows one
+        default=None,
+        metadata={"help": "URL of the server, or of several that share the work; http://localhost:8000 by default."},
+    )
+    vllm_request_timeout: float = field(
+        default=3600.0,
+        metadata={"help": "Seconds that a server may take for the answers to a prompt, before they are asked again."},
+    )
+    vllm_max_concurrency: int | None = field(
+        default=None,
+        metadata={"help": "Prompts that a process asks one server for at once; an equal share of all by default."},
+    )
+
     # Rewards
     reward_timeout: float | None = field(
         default=None, metadata={"help": "Seconds that a reward may take for a batch before it counts as failed."}
@@ -78,7 +98,36 @@ class GSPOConfig(GRPOConfig):
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = 4 * self.gradient_accumulation_steps
         super().__post_init__()
+        self._check_servers()
         if self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0:
             raise InputError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef} must be at least 0: use 0.001, or 0.0."
             )
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Where the vLLM-Omni servers are."""
+        return list(self.vllm_server_base_url or ["http://localhost:8000"])
+
+    def _check_servers(self) -> None:
+        """Raises for settings of servers that do not go together; a single address may be given without a list."""
+        check_choice("rollout_engine", self.rollout_engine, ("local", "vllm_omni"))
+        check_positive(self, "3600", "vllm_request_timeout")
+        check_positive(self, "8, or None", "vllm_max_concurrency")
+        given: Any = self.vllm_server_base_url
+        urls = [given] if isinstance(given, str) else list(given or ())
+        if self.rollout_engine == "local":
+            if len(urls) > 1:
+                raise InputError(
+                    f"vllm_server_base_url={given} has several servers, which rollout_engine='vllm_omni' can use: set "
+                    "it, or give one address."
+                )
+            self.vllm_server_base_url = urls[0] if urls else None  # type: ignore[assignment] # as TRL has it
+            return
+        if self.use_vllm:
+            raise InputError(
+                "use_vllm=True is TRL's own engine and rollout_engine='vllm_omni' is another: leave out one of them."
+            )
+        self.vllm_server_base_url = [check_url(url) for url in urls] or None
+        if len(set(urls)) < len(urls):
+            raise InputError(f"vllm_server_base_url={given} names a server twice: name each once.")

@@ -26,6 +26,7 @@ from omnitrl.omni.thinker import check_adapted, has_thinker, load_thinker, media
 from omnitrl.trainer.gspo_config import GSPOConfig
 from omnitrl.trainer.omni_base import OmniTrainer
 from omnitrl.trainer.text_rewards import TextRewards
+from omnitrl.trainer.text_rollouts import ServerRollouts
 
 
 # What a checkpoint has of a rollout that is not used up, one file for each process.
@@ -140,6 +141,10 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         if args.freeze_router:
             self.freeze_routers()
         self._suppress_media_tokens()
+        self._server: ServerRollouts | None = None
+        if args.rollout_engine == "vllm_omni":
+            self._server = ServerRollouts(self)
+            self.use_vllm = True  # for TRL, whose correction of log-probs that come from elsewhere it turns on
 
     # Set-up, in the order of __init__
 
@@ -214,6 +219,9 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         output = super()._generate_and_score_completions(self._without_media())
         output["media"] = [row.media for row in self._batch]  # lists go through TRL's shuffle and split as tensors do
         output["token_fields"] = [row.token_fields for row in self._batch]
+        if self._server is not None and self.vllm_importance_sampling_correction:
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            self._server.look_at(metrics["sampling/sampling_logp_difference/mean"][-1])
         return self._controlled(output)
 
     def _name_of(self, number: int | None, position: int) -> str:
@@ -261,6 +269,8 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[Any, Any]:
+        if self._server is not None:
+            return self._server.generate(self._batch)
         if self.use_vllm and self._by_row and self._batch_rows:
             images = self._pictures()
         return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, has_tool_images)

@@ -115,6 +115,10 @@ def test_a_thinker_is_served_alone_with_log_probs_and_hooks_of_its_own(tmp_path,
     assert on_a_cpu["stages"] == [{**stage, "moe_backend": "auto"}]
     chosen = yaml.safe_load(Path(command(model, ["--moe-backend=triton"])[4]).read_text())
     assert chosen["stages"] == [stage]
+    without = yaml.safe_load(
+        Path(command(model, ["--no-enable-prefix-caching", "--moe-backend=triton"])[4]).read_text()
+    )
+    assert without["stages"] == [{**stage, "enable_prefix_caching": False}]
 
 
 def test_checkpoints_that_are_neither_are_refused_with_what_to_do(tmp_path):

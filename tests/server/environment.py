@@ -66,7 +66,7 @@ class Server:
         self.log = Path(log)
         self.process = None
         self.start_seconds = start_seconds
-        self._command = [str(python), *(part.format(port=self.port) for part in command)]
+        self._command = [str(python), *(part.replace("{port}", str(self.port)) for part in command)]
         self._variables = {**os.environ, **ENVIRONMENT, **(variables or {})}
 
     def start(self):
