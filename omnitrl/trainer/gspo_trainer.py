@@ -24,7 +24,7 @@ from omnitrl.omni.processing import OmniProcessor, RowInputs, collate, pad_token
 from omnitrl.omni.rows import MEDIA_COLUMNS, ROW_COLUMN, OmniRow, numbered, read_row, undecoded
 from omnitrl.omni.thinker import check_adapted, has_thinker, load_thinker, media_tokens
 from omnitrl.trainer.gspo_config import GSPOConfig
-from omnitrl.trainer.omni_base import OmniTrainer
+from omnitrl.trainer.omni_base import OmniTrainer, check_parted
 from omnitrl.trainer.text_rewards import TextRewards
 from omnitrl.trainer.text_rollouts import ServerRollouts
 
@@ -112,7 +112,8 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         peft_config: Any = None,
         **options: Any,
     ) -> None:
-        args = self._checked(args, model)
+        args = self._checked(args, model, processing_class)
+        _check_size(train_dataset, args)
         self._batch: list[RowInputs] = []
         self._batch_rows: list[OmniRow] = []
         self._given: list[dict[str, Any]] = []
@@ -134,6 +135,7 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
             **options,
         )
         args.model_init_kwargs = kept
+        check_parted(self.model)
         check_adapted(self.model, targets)
         limits = VideoLimits(args.video_fps, args.video_max_frames)
         self.omni = OmniProcessor(self._processor, limits, self._template_options)
@@ -148,12 +150,18 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
 
     # Set-up, in the order of __init__
 
-    def _checked(self, args: GSPOConfig | None, model: Any) -> GSPOConfig:
+    def _checked(self, args: GSPOConfig | None, model: Any, processing_class: Any) -> GSPOConfig:
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = GSPOConfig(f"{Path(name).name}-GSPO")
         if not isinstance(args, GSPOConfig):
             raise InputError(f"args is a {type(args).__name__}: use GSPOConfig(output_dir='out').")
+        if args.use_transformers_continuous_batching and isinstance(processing_class, ProcessorMixin):
+            raise InputError(
+                "use_transformers_continuous_batching=True writes answers to tokens, and a processor makes pictures "
+                "and sounds of a row too: give processing_class=processor.tokenizer where all rows are text, or "
+                "use_transformers_continuous_batching=False."
+            )
         return args
 
     def _loaded(self, model: Any, args: GSPOConfig, peft_config: Any, options: dict[str, Any]) -> Any:
@@ -401,6 +409,17 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         if os.path.exists(path):
             saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
             self._step, self._buffered_inputs = saved["step"], saved["rollout"]
+
+
+def _check_size(train_dataset: Any, args: GSPOConfig) -> None:
+    """Raises where not one rollout can be filled: TRL leaves out what is left over, and would end at once."""
+    taken = (args.generation_batch_size or 0) // args.num_generations
+    if hasattr(train_dataset, "__len__") and len(train_dataset) < taken:
+        raise InputError(
+            f"train_dataset has {len(train_dataset)} rows and a rollout takes {taken} of them, with "
+            f"{args.num_generations} answers each: use generation_batch_size="
+            f"{len(train_dataset) * args.num_generations} or less, or more rows."
+        )
 
 
 def _prepared(dataset: Any) -> Any:

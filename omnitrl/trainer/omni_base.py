@@ -7,10 +7,11 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import transformers
 from accelerate.utils import gather_object, is_peft_model
 from transformers import PreTrainedModel, Trainer
 
-from omnitrl.errors import RunError
+from omnitrl.errors import InputError, RunError
 from omnitrl.omni.thinker import freeze_routers, restore
 
 
@@ -72,3 +73,22 @@ class OmniTrainer(Trainer):
         else:
             model: Any = self.model
             restore(model, best)
+
+
+def check_parted(model: Any) -> None:
+    """
+    Raises where TRL cannot take log-probs from what a model returns before its head, without a tensor of all logits.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model that is trained.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: the version of Transformers has its body and head in one.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+    if base.base_model is base:
+        raise InputError(
+            f"{type(base).__name__} of transformers {transformers.__version__} is not parted into a body and a head: "
+            "pip install 'transformers>=5.21'."
+        )

@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import transformers
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from datasets.fingerprint import Hasher
@@ -22,7 +21,7 @@ from omnitrl.errors import InputError
 from omnitrl.omni.pairs import ANSWERS, REFERENCE_COLUMNS, PairCollator, PairProcessor, read_pair
 from omnitrl.omni.rows import MEDIA_COLUMNS, ROW_COLUMN, numbered, undecoded
 from omnitrl.omni.thinker import check_adapted, has_thinker, load_thinker
-from omnitrl.trainer.omni_base import OmniTrainer
+from omnitrl.trainer.omni_base import OmniTrainer, check_parted
 from omnitrl.trainer.omni_dpo_config import OmniDPOConfig
 
 
@@ -130,7 +129,7 @@ class OmniDPOTrainer(OmniTrainer, DPOTrainer):
             data_collator = PairCollator(processor, args.max_length, None if multiple is None else int(multiple))
         targets = getattr(peft_config, "target_modules", None)  # PEFT changes them in place
         loaded: Any = _load(where, args, quantization_config) if isinstance(model, str | Path) else model
-        _check_backbone(loaded)
+        check_parted(loaded)
         copied = ref_model is None and peft_config is None and not is_peft_model(loaded) and _keeps_reference(args)
         if copied:
             ref_model = _reference(model, loaded, args, quantization_config)
@@ -265,16 +264,6 @@ def _already_loaded(args: OmniDPOConfig, ours: bool) -> Iterator[None]:
         yield
     finally:
         args.model_init_kwargs = kept
-
-
-def _check_backbone(model: Any) -> None:
-    """TRL computes log-probs from what the model returns before its head, without a tensor of all logits."""
-    base = model.get_base_model() if is_peft_model(model) else model
-    if base.base_model is base:
-        raise InputError(
-            f"{type(base).__name__} of transformers {transformers.__version__} is not parted into a body and a head: "
-            "pip install 'transformers>=5.21'."
-        )
 
 
 def _check_rows(dataset: Any, name: str) -> None:

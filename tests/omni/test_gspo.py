@@ -3,6 +3,7 @@
 
 import math
 
+import datasets
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
@@ -242,6 +243,34 @@ def test_a_saved_adapter_is_loaded_by_transformers_and_peft(tmp_path):
         loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(**given, **inputs.media).logits
     assert (after - before).abs().max() > 1e-2
     torch.testing.assert_close(loaded, after, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [tiny.language_model, tiny.thinker])
+def test_continuous_batching_writes_what_generate_writes(model, tmp_path):
+    """For texts, and so for a Thinker with its tokenizer alone; at each place the most probable token."""
+    rows = [{"prompt": text} for text in ("1 + 1 =", "What is it that we see here?")]
+    trained = chats.trainer(
+        tmp_path, datasets.Dataset.from_list(rows), model(), processing_class=tiny.tokenizer(), shuffle_dataset=False,
+        use_transformers_continuous_batching=True, max_completion_length=8, top_k=1, max_steps=2,
+        transformers_continuous_batching_config={"num_blocks": 64, "max_batch_tokens": 64},
+    )  # fmt: skip
+    record = Record()
+    record.trainer = trained
+    trained.add_callback(record)
+    trained.train()
+    plain = model()
+    written = {}
+    for batch in record.batches:
+        for prompt, mask, answer in zip(
+            batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"], strict=True
+        ):
+            written.setdefault(tiny.tokenizer().decode(prompt[mask.bool()]), []).append(answer.tolist())
+    assert set(written) == {row["prompt"] for row in rows}
+    for text, answers in written.items():
+        ids = torch.tensor([tiny.tokenizer()(text).input_ids])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+        assert answers == [plain.generate(ids, **options)[0, ids.shape[1] :].tolist()] * 2
 
 
 @pytest.mark.slow

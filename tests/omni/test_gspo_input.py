@@ -4,9 +4,11 @@
 import datasets
 import pytest
 import torch
+import transformers
 import trl.rewards
+from packaging import version
 from peft import LoraConfig
-from transformers import Qwen3ForSequenceClassification
+from transformers import PreTrainedTokenizerBase, Qwen3ForSequenceClassification
 from trl import GRPOConfig
 
 from omnitrl.errors import InputError
@@ -232,6 +234,14 @@ def test_options_that_cannot_be(options, sentence, tmp_path):
         GSPOConfig(**chats.options(tmp_path, **options))
 
 
+def test_a_dataset_that_is_smaller_than_a_rollout(tmp_path):
+    """TRL leaves out what fills none, and would end at once."""
+    with pytest.raises(
+        InputError, match=r"train_dataset has 2 rows and a rollout takes 4 of them.*: use generation_batch_size=4"
+    ):
+        text_trainer(tmp_path, chats.vowels, steps_per_generation=4)
+
+
 def test_a_rollout_is_used_for_four_updates(tmp_path):
     plain = chats.options(tmp_path, gradient_accumulation_steps=3) | {"steps_per_generation": None}
     assert GSPOConfig(**plain).steps_per_generation == 12
@@ -273,6 +283,22 @@ def test_the_engine_of_trl_is_given_pictures_alone(tmp_path):
         trained._pictures()
 
 
-def test_continuous_batching_is_for_language_models(tmp_path):
-    with pytest.raises(ValueError, match="does not support multimodal models"):
+def test_continuous_batching_is_for_text(tmp_path):
+    with pytest.raises(InputError, match=r"give processing_class=processor\.tokenizer where all rows are text"):
         chats.trainer(tmp_path, use_transformers_continuous_batching=True)
+
+
+@pytest.mark.compat
+def test_old_versions_of_transformers_train_language_models_and_say_what_the_thinker_needs(tmp_path):
+    parted = version.parse(transformers.__version__) >= version.parse("5.21")
+    for model, processing_class in ((tiny.language_model(), tiny.tokenizer()), (tiny.thinker(), tiny.processor())):
+        given = {"model": model, "processing_class": processing_class, "max_steps": 1}
+        if parted or isinstance(processing_class, PreTrainedTokenizerBase):
+            trained = chats.trainer(tmp_path, "text", **given)
+            trained.train()
+            assert chats.logged(trained, "ratio/mean") == [pytest.approx(1, abs=1e-6)]
+        else:
+            with pytest.raises(
+                InputError, match=r"is not parted into a body and a head: pip install 'transformers>=5"
+            ):
+                chats.trainer(tmp_path, "text", **given)

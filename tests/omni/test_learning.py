@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 # Two rows that differ in what is seen or heard alone. The answer is a token with an even or with an odd number.
 TASKS = {
-    "colour": [chats.chat("Which?", [chats.png(colour)], label=i) for i, colour in enumerate(("red", "blue"))],
-    "pitch": [chats.chat("Which?", audios=[chats.tone(hertz, 0.3)], label=i) for i, hertz in enumerate((200, 4000))],
+    "colour": [chats.chat("Which?", [chats.png(colour)], label=i) for i, colour in enumerate(("black", "white"))],
+    "pitch": [chats.chat("Which?", audios=[chats.tone(hertz, 1.0)], label=i) for i, hertz in enumerate((500, 4000))],
 }
 
 
@@ -40,17 +40,17 @@ def learnt(folder, task, seed, **changed):
     """Chances before and after a run."""
     rows = TASKS[task]
     trained = chats.trainer(
-        folder, datasets.Dataset.from_list(rows), tiny.thinker(seed), is_right, seed=seed, max_steps=48,
-        learning_rate=4e-3, lr_scheduler_type="constant", max_grad_norm=1.0, per_device_train_batch_size=16,
-        num_generations=16, steps_per_generation=2, max_completion_length=1, epsilon=0.2, epsilon_high=0.2,
-        logging_steps=100, **changed,
+        folder, datasets.Dataset.from_list(rows), tiny.thinker(seed), is_right, seed=seed, max_steps=28,
+        learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=1.0, per_device_train_batch_size=32,
+        num_generations=16, steps_per_generation=1, num_iterations=2, max_completion_length=1, epsilon=0.2,
+        epsilon_high=0.2, logging_steps=100, **changed,
     )  # fmt: skip
     before = chance_to_be_right(trained.model, rows)
     trained.train()
     return before, chance_to_be_right(trained.model.eval(), rows)
 
 
-@pytest.mark.parametrize(("task", "seed"), [("colour", 0), ("colour", 1), ("colour", 2), ("pitch", 0)])
+@pytest.mark.parametrize(("task", "seed"), [("pitch", 0), ("pitch", 1), ("pitch", 2), ("colour", 0)])
 def test_it_learns_what_to_answer_and_the_control_does_not(task, seed, tmp_path):
     before, after = learnt(tmp_path / "run", task, seed)
     control_before, control = learnt(tmp_path / "control", task, seed, shuffle_advantages=True)
@@ -58,4 +58,4 @@ def test_it_learns_what_to_answer_and_the_control_does_not(task, seed, tmp_path)
     assert before == control_before
     assert abs(before - 0.5) < 0.1
     assert after > 0.7
-    assert control < 0.6
+    assert control < 0.65
