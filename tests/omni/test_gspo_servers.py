@@ -3,7 +3,9 @@
 
 import re
 import shlex
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -113,6 +115,22 @@ def test_a_server_that_is_down_is_said_to_be_in_seconds(tmp_path):
     with pytest.raises(RunError, match=sentence):
         chats.trainer(tmp_path, "text", peft_config=lora(), **servers)
     assert time.monotonic() - began < 10
+
+
+class Without(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_error(404)
+
+
+def test_a_server_without_the_hooks_is_said_to_be_one(tmp_path):
+    """Any server that knows nothing of `/rollout`, as `vllm serve` does not."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Without) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        servers = {"rollout_engine": "vllm_omni", "vllm_server_base_url": [url], "vllm_server_timeout": 5}
+        with pytest.raises(InputError, match=r"without omnitrl's routes .*: start it with `omnitrl vllm-serve MODEL`"):
+            chats.trainer(tmp_path, "text", peft_config=lora(), **servers)
+        other.shutdown()
 
 
 @pytest.mark.parametrize(

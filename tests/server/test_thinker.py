@@ -6,18 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 
 from omnitrl.errors import InputError, RunError
 from omnitrl.omni.processing import OmniProcessor, collate
 from omnitrl.omni.rows import read_row
-from omnitrl.omni.thinker import ATTENTION, TOWERS, load_thinker, media_tokens
+from omnitrl.omni.thinker import load_thinker, media_tokens
 from omnitrl.rollout.vllm_omni.text_engine import TextEngine, TextPrompt
 from omnitrl.rollout.vllm_omni.text_wire import TextSampling
 from omnitrl.trainer.text_rollouts import adapter_of
+from tests.distributed.launch import Launch
 from tests.omni import chats, tiny
 from tests.server.environment import needs_server, rollout_server
-from tests.server.thinkers import FLAGS, VARIABLES, save_thinker
+from tests.server.thinkers import FLAGS, VARIABLES, lora, save_thinker
 
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600), needs_server]
@@ -49,10 +50,6 @@ def url(server, request):
     report = getattr(request.node, "report_of_call", None)
     if report is not None and report.failed:
         report.sections.append((f"log of {server.url}", server.tail()))
-
-
-def lora(**options):
-    return LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, exclude_modules=TOWERS, **options)
 
 
 @pytest.fixture
@@ -180,6 +177,20 @@ def test_two_updates_with_the_server_log_what_two_without_it_do(trained):
         assert chats.logged(served, f"sampling/importance_sampling_ratio/{part}") == pytest.approx([1, 1], abs=1e-3)
     changed = adapter_of(served.accelerator.unwrap_model(served.model))
     assert all(tensor.abs().max() > 0.01 for name, tensor in changed.items() if ".lora_B." in name)
+
+
+def test_two_processes_share_one_server(url, checkpoint, tmp_path):
+    variables = {"CHECKPOINT": str(checkpoint), "SERVER": url}
+    launch = Launch("tests.server.two_thinkers", tmp_path, "two_updates", environment=variables)
+    assert launch.wait(280) == 0, launch.output()
+    ours, theirs = launch.results("two_updates")
+    assert ours["adapter"].keys() == theirs["adapter"].keys()
+    for name, tensor in ours["adapter"].items():
+        torch.testing.assert_close(tensor, theirs["adapter"][name], atol=1e-6, rtol=0)
+    assert len(ours["answers"]) == len(theirs["answers"]) == 4
+    assert not any(answer in theirs["answers"] for answer in ours["answers"])
+    assert len(ours["differences"]) == 2
+    assert max(ours["differences"]) < TOLERANCE
 
 
 def test_what_a_server_cannot_do_ends_with_a_sentence(url, model):

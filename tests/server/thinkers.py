@@ -4,8 +4,10 @@
 import json
 
 import torch
+from peft import LoraConfig
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
+from omnitrl.omni.thinker import ATTENTION, TOWERS
 from tests.omni import tiny
 
 
@@ -17,6 +19,11 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "
 STAGE = {"distributed_executor_backend": "uni", "skip_mm_profiling": True}
 FLAGS = ["--max-num-seqs", "16", "--max-model-len", "512", "--stage-overrides", json.dumps({"0": STAGE})]
 VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def lora(**options):
+    """An adapter on the attention of the language model."""
+    return LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, exclude_modules=TOWERS, **options)
 
 
 def save_thinker(folder):

@@ -43,7 +43,6 @@ class ThinkerService(CallService):
         async with self._door.sample():
             self._check_version(request.weight_version)
             completions = await asyncio.gather(*(self._complete(dict(inputs), request, s) for s in request.seeds))
-            self._check_version(request.weight_version)
         return pack_completions(completions, request.weight_version)
 
     async def _complete(self, inputs: dict[str, Any], request: TextRequest, seed: int) -> Completion:
