@@ -3,12 +3,15 @@
 
 import math
 
+import datasets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import trl
 
 from omnitrl.omni import VideoLimits, read_row
+from omnitrl.trainer.omni_dpo_config import LOSS_TYPES, OmniDPOConfig
 from tests.omni import chats, pairs, tiny
 
 
@@ -120,3 +123,48 @@ def test_ipo_is_what_a_hand_computes(tmp_path):
     loss = loss_of(made, pairs.batch_of(made)).item()
     assert abs(loss - 1.0) > 1e-3
     assert loss == pytest.approx(expected.item(), abs=1e-5)
+
+
+def as_messages(row):
+    """A row as TRL takes it."""
+    answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+    return {"prompt": row["prompt"], **answers}
+
+
+@pytest.fixture(scope="module")
+def with_and_of_trl(tmp_path_factory):
+    """Options of each loss, and our trainer and TRL's on the same texts, with adapters that have moved."""
+    folder, adapter = tmp_path_factory.mktemp("both"), {"target_parameters": None, "exclude_modules": None}
+    smoothed = dict.fromkeys(("robust", "exo_pair", "aot", "aot_unpaired"), 0.1)
+    options = {
+        name: OmniDPOConfig(**pairs.options(folder, loss_type=name, label_smoothing=smoothed.get(name, 0.0)))
+        for name in LOSS_TYPES
+    }
+    given = {"processing_class": tiny.tokenizer(), "peft_config": pairs.lora(**adapter)}
+    ours = pairs.trainer(folder, "text", tiny.language_model(), **given)
+    theirs = trl.DPOTrainer(
+        model=tiny.language_model(),
+        args=trl.DPOConfig(**pairs.options(folder)),
+        train_dataset=datasets.Dataset.from_list([as_messages(row) for row in pairs.rows("text")]),
+        **given | {"peft_config": pairs.lora(**adapter)},
+    )
+    for trained in (ours, theirs):
+        pairs.moved(trained.model, std=0.3)
+    return options, ours, theirs
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_each_loss_is_that_of_trl(loss_type, with_and_of_trl):
+    options, *both = with_and_of_trl
+    args, losses, gradients = options[loss_type], [], []
+    for trained in both:
+        trained.loss_types, trained.label_smoothing = args.loss_type, args.label_smoothing
+        trained.model.zero_grad()
+        losses.append(loss_of(trained, pairs.batch_of(trained)))
+        losses[-1].backward()
+        named = trained.model.named_parameters()
+        gradients.append({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6)
+    assert max(gradient.abs().max() for gradient in gradients[0].values()) > 1e-3
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-4, msg=name)
