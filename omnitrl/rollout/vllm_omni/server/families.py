@@ -57,6 +57,11 @@ def _with_fused_names(pipeline: Any) -> None:
     ]
 
 
+def _in_one_precision(pipeline: Any) -> None:
+    """The text encoder in the network's precision: the native pipeline leaves it as the checkpoint has it (0.30)."""
+    pipeline.text_encoder.to(pipeline.od_config.dtype)
+
+
 def _nothing(pipeline: Any) -> None:
     return None
 
@@ -117,12 +122,14 @@ FAMILIES: dict[str, Family] = {
         ("step", "request", "serial"),
         guidance=_guided_apart,
         packs=True,
+        adjust=_in_one_precision,
     ),
     "QwenImageEditPipeline": Family(
         f"{_MODELS}.qwen_image.pipeline_qwen_image_edit.QwenImageEditPipeline",
         ("serial",),
         guidance=_guided_apart,
         packs=True,
+        adjust=_in_one_precision,
         num_images=(1, 1),
     ),
     "FluxPipeline": Family(
