@@ -8,8 +8,10 @@ such as `torch_npu` once they are imported, which Accelerate does.
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import torch
@@ -288,3 +290,33 @@ def process_device() -> torch.device:
         return torch.device(PartialState().device)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if found is None else found
+
+
+def process_group(
+    device: torch.device | str, other: str, store: Any, rank: int, size: int, timeout: timedelta
+) -> tuple[Any, torch.device]:
+    """
+    Makes a process group that is apart from PyTorch's default one, for messages between two sides; it waits for all
+    members.
+
+    Args:
+        device (`torch.device` or `str`):
+            Of this member.
+        other (`str`):
+            Kind of the other side's device.
+        store (`torch.distributed.Store`):
+            Where the members find each other.
+        rank, size (`int`):
+            Number of this member, and how many there are.
+        timeout (`timedelta`):
+            Longest time to find each other.
+
+    Returns:
+        `tuple`: the group, NCCL's where both sides have CUDA and Gloo's elsewhere, and the device of its tensors.
+    """
+    device = torch.device(device)
+    if device.type == other == "cuda":
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = 2 * timeout  # its watchdog ends the process; who waits for a message gives up before
+        return torch.distributed.ProcessGroupNCCL(store, rank, size, options), device
+    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout), torch.device("cpu")

@@ -151,6 +151,13 @@ class BaseConfig(TrainingArguments):
             "help": "Samples that a process asks one server for at once; twice what it makes at once, 4 at least."
         },
     )
+    vllm_weight_transport: str = field(
+        default="host",
+        metadata={
+            "help": "How whole networks get to servers: over HTTP from the 'host', or by a 'collective' of the "
+            "trainer and the server's workers. Adapters always go over HTTP."
+        },
+    )
     vllm_check_tolerance: float | None = field(
         default=None,
         metadata={
@@ -227,6 +234,7 @@ class BaseConfig(TrainingArguments):
         """Raises for an option that is a name and not a known one; subclasses add theirs."""
         check_choice("rollout_engine", self.rollout_engine, ENGINES)
         check_choice("vllm_mode", self.vllm_mode, ("server", "colocate"))
+        check_choice("vllm_weight_transport", self.vllm_weight_transport, ("host", "collective"))
         self._check_servers()
 
     def _check_servers(self) -> None:
@@ -236,6 +244,10 @@ class BaseConfig(TrainingArguments):
             raise InputError(
                 f"vllm_server_base_url={given!r} is for rollout_engine='vllm_omni' with vllm_mode='server', but they "
                 f"are {self.rollout_engine!r} and {self.vllm_mode!r}: set these, or leave the address out."
+            )
+        if self.vllm_weight_transport == "collective" and self.vllm_mode == "colocate":
+            raise InputError(
+                "vllm_weight_transport='collective' is for servers, and vllm_mode='colocate' has none: use 'host'."
             )
         if given is not None:
             self.vllm_server_base_url = [check_url(url) for url in ([given] if isinstance(given, str) else given)]

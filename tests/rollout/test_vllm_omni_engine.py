@@ -31,6 +31,7 @@ OPTIONS = {
     "vllm_server_timeout": 2.0,
     "vllm_request_timeout": 20.0,
     "vllm_check_tolerance": None,
+    "vllm_weight_transport": "host",
 }
 SMALL = MediaSize(32, 32)
 PARAMS = SamplingParams(3, size=SMALL, noise_level=0.5, sde_steps=(0, 1), keep_steps=(0, 1), keep_clean=True)

@@ -101,16 +101,18 @@ def test_two_networks_and_all_their_adapters(checkpoint_of, server_of, tmp_path)
     assert distance(trainable(local), trainable(served)) <= 1e-4
 
 
-def test_all_weights_and_averages(checkpoint_of, server_of, tmp_path):
-    """Whole networks go to the server, and for evaluation their averages at the same step."""
+def test_all_weights_and_averages(checkpoint_of, server_of, tmp_path, caplog):
+    """Whole networks go to the server, by a collective, and for evaluation their averages at the same step."""
     server, rows = server_of("sd3"), {"one": PROMPTS[:2]}
     original = run_of(tmp_path / "original", "sd3", checkpoint_of("sd3"), server, peft_config=None)
     options = {"peft_config": None, "learning_rate": 1e-4, "ema_decay": 0.5, "max_steps": 2, "eval_dataset": rows}
     options |= {"eval_strategy": "steps", "eval_steps": 1}
     local = run_of(tmp_path / "local", "sd3", checkpoint_of("sd3"), rollout_batch_size=1, **options)
     local.train()
+    options["vllm_weight_transport"] = "collective"
     served = run_of(tmp_path / "served", "sd3", checkpoint_of("sd3"), server, **options)
     served.train()
+    assert "over HTTP" not in caplog.text
     assert logged(served, "eval_one_reward") == pytest.approx(logged(local, "eval_one_reward"), abs=1e-4)
     assert distance(trainable(local), trainable(served)) <= 1e-4
     after = run_of(tmp_path / "after", "sd3", checkpoint_of("sd3"), server, max_steps=1)  # adapters, after all weights

@@ -9,6 +9,11 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 
 from omnitrl.rollout import LocalEngine
+from omnitrl.rollout.vllm_omni import weights
+from omnitrl.rollout.vllm_omni.client import RolloutClient
+from omnitrl.rollout.vllm_omni.replica import WeightUpdate
+from omnitrl.rollout.vllm_omni.transport import HttpTransport
+from omnitrl.rollout.vllm_omni.weights import weight_messages
 from omnitrl.rollout.vllm_omni.wire import pack_request
 from tests.server.checkpoints import SERVED
 from tests.server.environment import needs_server
@@ -68,6 +73,30 @@ def test_replayed_log_probs_are_those_of_the_server(server_of, family):
         check(model, after, params)
         assert (after.clean_latents - before.clean_latents).abs().max() > 0.01
         before = after
+
+
+def test_in_half_precision_they_differ_by_rounding(server_of):
+    """The checkpoint's text encoder is in float32, and the server's in the precision of the network."""
+    client, params = Client(server_of("qwen-image", "--dtype", "bfloat16")), params_of("qwen-image")
+    assert client.info()["dtype"] == "bfloat16"
+    model = trainer_model("qwen-image", **LORA)
+    model.pipeline.to(torch.bfloat16)
+    for parameter in model.trained_networks["transformer"].parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    move_adapters(model, seed=0, size=2.0)
+    requests = [wire_request(model, params, seed) for seed in range(4)]
+    with model.networks["transformer"].disable_adapter():
+        before = client.samples(requests)
+        differences = [sample.log_probs - replayed(model, sample, params) for sample in before]
+    client.give(model, 1)
+    after = client.samples([replace(request, weight_version=1) for request in requests])
+    differences += [sample.log_probs - replayed(model, sample, params) for sample in after]
+    assert float(torch.cat(differences).abs().mean()) < 3e-3
+    assert float(torch.cat(differences).abs().max()) < 0.02
+    for old, new in zip(before, after, strict=True):
+        assert {tensor.dtype for tensor in new.tensors().values()} == {torch.float32}
+        assert float((old.clean_latents - new.clean_latents).norm() / old.clean_latents.norm()) > 0.05
 
 
 def test_condition_images_are_seen(server_of, monkeypatch):
@@ -132,6 +161,36 @@ def test_whole_networks_replace_the_weights_and_their_adapters(server_of, family
     again = client.sample(wire_request(model, params, 5, 33))
     assert torch.equal(again.clean_latents, before.clean_latents)
     assert torch.equal(again.log_probs, before.log_probs)
+
+
+def test_whole_networks_by_a_collective_are_those_over_http(server_of, monkeypatch, caplog):
+    """In several buckets; bit for bit the same weights, and so the same sample."""
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 2**16)
+    server, params, model = server_of("sd3"), params_of("sd3", steps=3), trainer_model("sd3")
+    client, device = Client(server), torch.device("cpu")
+    model.networks.requires_grad_(True)
+    trainer_side = RolloutClient([HttpTransport(server.url)], patience=60, collective_from=device)
+    try:
+        trainer_side.connect()
+        for version, size in ((35, 0.05), (37, 0.02)):
+            with torch.no_grad():
+                for parameter in model.networks.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * size)
+            client.give(model, version)
+            digest, before = client.worker("rollout_digest"), client.sample(wire_request(model, params, 5, version))
+            client.give(model, 34, {name: net.state_dict() for name, net in trainer_model("sd3").networks.items()})
+            assert client.worker("rollout_digest") != digest
+            messages = weight_messages(model, weights_of(model), version + 1)
+            assert len(messages) > 3
+            report = trainer_side.update(WeightUpdate(version + 1, messages))
+            assert report.bound == report.expected > 0
+            assert client.worker("rollout_digest") == digest
+            after = client.sample(wire_request(model, params, 5, version + 1))
+            assert torch.equal(before.clean_latents, after.clean_latents)
+            assert torch.equal(before.log_probs, after.log_probs)
+    finally:
+        trainer_side.close()
+    assert "over HTTP" not in caplog.text
 
 
 @pytest.mark.parametrize("family", ["sd3", "qwen-image", "wan-a14b"])

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+
 from omnitrl.errors import InputError, RunError
 from omnitrl.rollout.trajectory import WeightReport
 from omnitrl.rollout.vllm_omni.replica import Replica, WeightUpdate
@@ -87,6 +89,8 @@ class RolloutClient:
         for_others (`bool`, defaults to `False`):
             Whether other processes rely on this one to bring weights to servers that have lost them. Otherwise it does
             so while it makes samples, and leaves servers to other trainers at other times.
+        collective_from (`torch.device`, *optional*):
+            Device from which whole networks go to servers by a collective, rather than over HTTP.
 
     Example:
 
@@ -107,8 +111,9 @@ class RolloutClient:
         check: Callable[[ServerInfo, str], None] = _any_server,
         on_wait: Callable[[], None] = _do_nothing,
         for_others: bool = False,
+        collective_from: torch.device | None = None,
     ) -> None:
-        self.replicas = [Replica(transport, check, patience) for transport in transports]
+        self.replicas = [Replica(transport, check, patience, collective_from) for transport in transports]
         self.retries = 0
         """Samples that were asked for again, so far."""
         self.busy = 0.0

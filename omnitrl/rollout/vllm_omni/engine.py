@@ -79,6 +79,7 @@ class VLLMOmniEngine:
             check=partial(check_server, pipeline_class=type(self.model.pipeline).__name__),
             on_wait=context.on_step,
             for_others=brings_weights and context.world_size > 1,
+            collective_from=self.model.device if args.vllm_weight_transport == "collective" else None,
         )
         weakref.finalize(self, self.client.close)
         self.infos = self.client.connect()

@@ -10,9 +10,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from omnitrl.errors import InputError, RunError
 from omnitrl.rollout.trajectory import WeightReport
-from omnitrl.rollout.vllm_omni.transport import INFO, Away, Refused, TooSlow, Transport, checked_answer
+from omnitrl.rollout.vllm_omni.collective import GroupBroken, WeightLink
+from omnitrl.rollout.vllm_omni.transport import INFO, WEIGHTS, Away, Refused, TooSlow, Transport, checked_answer
 from omnitrl.rollout.vllm_omni.wire import ServerInfo
 
 
@@ -54,9 +57,17 @@ class Replica:
             right one.
         patience (`float`):
             Seconds that a message with weights may take.
+        device (`torch.device`, *optional*):
+            From which whole networks go to it by a collective; otherwise they go as all else does.
     """
 
-    def __init__(self, transport: Transport, check: Callable[[ServerInfo, str], None], patience: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        check: Callable[[ServerInfo, str], None],
+        patience: float,
+        device: torch.device | None = None,
+    ) -> None:
         self.transport = transport
         self.name = transport.name
         self.info: ServerInfo | None = None
@@ -68,6 +79,9 @@ class Replica:
         """Samples that it is making."""
         self._check = check
         self._patience = patience
+        self._device = device
+        self._link: WeightLink | None = None
+        self._link_broke = False  # since it was there last
         self._version: int | None = None
         self._was_up = False
         self._lock = asyncio.Lock()
@@ -83,6 +97,7 @@ class Replica:
         """Takes it out of service until it is found to be well."""
         self.reason = reason
         self._version = None
+        self._link, self._link_broke = None, False
         if self.up:
             self.up = False
             self._left.set()
@@ -170,10 +185,7 @@ class Replica:
                 return None
             if update.messages is None:
                 raise RunError("it has not yet been given the weights of this step by the main process")
-            answer = b""
-            for path, body in update.messages:
-                answer = await self.call(path, body, self._patience)
-            report = WeightReport(**json.loads(answer))
+            report = WeightReport(**json.loads(await self._bring(update.messages)))
             if report.bound < report.expected:
                 raise RunError(
                     f"{self.name} took {report.bound} of {report.expected} trained modules; it has no place for "
@@ -182,3 +194,39 @@ class Replica:
                 )
             self._version = update.version
             return report
+
+    async def _bring(self, messages: list[tuple[str, bytes]]) -> bytes:
+        """The answer to the last of these calls; a group that breaks is not tried again until the server is back."""
+        if self._device is not None and not self._link_broke and messages[0][0] == WEIGHTS:
+            try:
+                return await self._bring_by_group(messages, self._device)
+            except GroupBroken as error:
+                reason = str(error)
+            except Refused as error:
+                if error.kind != "internal":
+                    raise
+                reason = error.sentence
+            self._link, self._link_broke = None, True
+            logger.warning(
+                "%s takes whole networks over HTTP from now on, for they did not get there by a collective "
+                "(vllm_weight_transport): %s.",
+                self.name,
+                reason.rstrip("."),
+            )
+        answer = b""
+        for path, body in messages:
+            answer = await self.call(path, body, self._patience)
+        return answer
+
+    async def _bring_by_group(self, messages: list[tuple[str, bytes]], device: torch.device) -> bytes:
+        async def call(path: str, body: bytes) -> bytes:
+            return await self.call(path, body, self._patience)
+
+        link = self._link
+        if link is None:
+            info = await self.ask()
+            self._link = link = await WeightLink.open(self.name, info, device, self._patience, call)
+        answer = b""
+        for path, body in messages:
+            answer = await link.bring(path, body)
+        return answer

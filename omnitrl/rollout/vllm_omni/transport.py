@@ -16,7 +16,7 @@ from omnitrl.rollout.vllm_omni.wire import PREFIX
 
 
 INFO, GENERATE, ADAPTER, WEIGHTS = (f"{PREFIX}/{name}" for name in ("info", "generate", "adapter", "weights"))
-SLEEP, WAKE = f"{PREFIX}/sleep", f"{PREFIX}/wake"
+JOIN, SLEEP, WAKE = f"{PREFIX}/join", f"{PREFIX}/sleep", f"{PREFIX}/wake"
 
 
 class Away(Exception):

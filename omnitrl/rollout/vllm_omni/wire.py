@@ -8,11 +8,15 @@ What goes over the wire between a trainer and a vLLM-Omni server: JSON where it 
 | `POST /rollout/generate` | a message of [`pack_request`], one sample | a message of [`pack_sample`] |
 | `POST /rollout/adapter` | adapter tensors under an [`AdapterHead`] | JSON, the fields of a `WeightReport` |
 | `POST /rollout/weights` | one bucket of tensors under a [`BucketHead`] | the same, after the last bucket |
+| `POST /rollout/join` | JSON, the fields of an [`~omnitrl.rollout.vllm_omni.collective.Invitation`] | JSON `{}` |
 | `POST /rollout/sleep`, `POST /rollout/wake` | | JSON `{}` |
 
 A *message* is a safetensors file whose metadata has one entry, `head`, with JSON. An answer that is not 200 is JSON
 with `error`, a sentence, and `kind`: `"input"` (the request can never work, 400), `"stale"` (the weights asked for are
 not there, 409) or `"internal"` (500).
+
+A message to `/rollout/weights` may also be one without tensors whose head has the name of a `group` that the server
+has joined and `num_bytes`: the message that is meant has that many bytes and is broadcast in the group.
 
 Tensors of weights are named `<network>.<name>`: of a network, the name in diffusers' state dict
 (`transformer.transformer_blocks.0.attn.to_q.weight`); of an adapter, the same with `lora_A.weight` and `lora_B.weight`
@@ -76,6 +80,10 @@ class ServerInfo:
             The most tokens of a prompt and its completion.
         sizes (`dict[str, int]`, *optional*):
             Of the language model, as its config has them.
+        workers (`int`):
+            Processes that hold its weights.
+        device (`str`):
+            Kind of their device.
     """
 
     protocol: int
@@ -92,6 +100,8 @@ class ServerInfo:
     log_probs: str | None = None
     max_model_len: int | None = None
     sizes: dict[str, int | None] | None = None
+    workers: int = 1
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.utils import replace_submodule
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
+from omnitrl.rollout.vllm_omni.collective import Group, Invitation
 from omnitrl.rollout.vllm_omni.server.adapters import (
     UNUSABLE,
     lora_a,
@@ -29,6 +30,7 @@ from omnitrl.rollout.vllm_omni.server.adapters import (
     report_on,
     scaling,
 )
+from omnitrl.rollout.vllm_omni.wire import unpack
 
 
 # Ends of names in diffusers, and what native networks call them where they differ.
@@ -44,6 +46,7 @@ class RolloutExtension(CustomPipelineWorkerExtension):
     _adapter = 0  # number of the adapter that is bound, 0 for none
     _adapters = 0  # how many there were
     _arriving: dict[str, Any] | None = None
+    _group: Group | None = None  # with the trainer whose weights are broadcast
 
     # What is there
 
@@ -65,6 +68,8 @@ class RolloutExtension(CustomPipelineWorkerExtension):
             "factor": int(factor),
             "frames_factor": int(pipeline.vae_scale_factor_temporal) if frame_rate else None,
             "frame_rate": frame_rate(pipeline) if frame_rate else None,
+            "workers": torch.distributed.get_world_size(),
+            "device": self._device.type,
             "embeds_guidance": bool(getattr(pipeline.transformer, "guidance_embeds", False)),
             **self.rollout_state(),
         }
@@ -87,6 +92,10 @@ class RolloutExtension(CustomPipelineWorkerExtension):
                 digest.update(f"{network}.{name}".replace(".base_layer", "").encode())
                 digest.update(parameter.detach().float().cpu().numpy().tobytes())
         return digest.hexdigest()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model_runner.pipeline.transformer.parameters()).device
 
     def _networks(self) -> list[str]:
         pipeline = self.model_runner.pipeline
@@ -165,6 +174,8 @@ class RolloutExtension(CustomPipelineWorkerExtension):
 
         From the first bucket on the weights are of no version, until all of them are there.
         """
+        if "group" in head:
+            head, tensors = self._received(head["group"], head["num_bytes"])
         version, index, count = (head[key] for key in ("version", "index", "count"))
         pipeline = self.model_runner.pipeline
         if index == 0:
@@ -189,6 +200,22 @@ class RolloutExtension(CustomPipelineWorkerExtension):
         if not missing:
             pipeline.weight_version = version
         return report_on(version, expected, missing) | self.rollout_state()
+
+    def rollout_join(self, invitation: Mapping[str, Any]) -> dict[str, Any]:
+        """Joins the group in which a trainer broadcasts, and leaves the one before."""
+        self._group = None
+        self._group = Group.join(Invitation(**invitation), 1 + torch.distributed.get_rank(), self._device)
+        return {}
+
+    def _received(self, group: str, num_bytes: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Head and tensors of a message that is broadcast."""
+        if self._group is None or self._group.name != group:
+            raise ValueError("The trainer's process group is not the one that this server joined last.")
+        try:
+            return unpack(self._group.receive(num_bytes), "rollout")
+        except Exception:
+            self._group = None
+            raise
 
     def _unfilled(self, sent: set[str], loaded: set[str]) -> tuple[list[str], list[str]]:
         """Native names of the parameters of the networks that were sent, and those that got no or not all values."""

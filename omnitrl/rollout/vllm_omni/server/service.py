@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from omnitrl.rollout.stepping import Sampler
 from omnitrl.rollout.vllm_omni.server.calls import CallService, Refusal, check_adapter, read_message
 from omnitrl.rollout.vllm_omni.server.families import FAMILIES
 from omnitrl.rollout.vllm_omni.server.pipelines import ROLLOUT
-from omnitrl.rollout.vllm_omni.transport import ADAPTER, GENERATE, SLEEP, WAKE, WEIGHTS
+from omnitrl.rollout.vllm_omni.transport import ADAPTER, GENERATE, JOIN, SLEEP, WAKE, WEIGHTS
 from omnitrl.rollout.vllm_omni.wire import WireRequest, pack_request, pack_sample, unpack_request
 
 
@@ -40,6 +41,7 @@ class RolloutService(CallService):
             GENERATE: self._generate,
             ADAPTER: self._adapter,
             WEIGHTS: self._weights,
+            JOIN: self._join,
             SLEEP: self._sleep,
             WAKE: self._wake,
         }
@@ -134,6 +136,11 @@ class RolloutService(CallService):
                 "it without quantization.",
             )
         return await self._take("rollout_weights", head, tensors)
+
+    async def _join(self, body: bytes) -> bytes:
+        async with self._door.weights():
+            await self._rpc("rollout_join", json.loads(body))
+        return b"{}"
 
     # Memory
 
