@@ -413,12 +413,12 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
 
 def _check_size(train_dataset: Any, args: GSPOConfig) -> None:
     """Raises where not one rollout can be filled: TRL leaves out what is left over, and would end at once."""
-    taken = (args.generation_batch_size or 0) // args.num_generations
+    size, members = args.generation_batch_size or 0, args.num_generations or 1  # both are set by now
+    taken = size // members
     if hasattr(train_dataset, "__len__") and len(train_dataset) < taken:
         raise InputError(
             f"train_dataset has {len(train_dataset)} rows and a rollout takes {taken} of them, with "
-            f"{args.num_generations} answers each: use generation_batch_size="
-            f"{len(train_dataset) * args.num_generations} or less, or more rows."
+            f"{members} answers each: use generation_batch_size={len(train_dataset) * members} or less, or more rows."
         )
 
 

@@ -5,9 +5,11 @@ import os
 
 import datasets
 import torch
+from accelerate.utils import DistributedType
 
 from omnitrl.errors import OmniTRLError
 from omnitrl.rewards import RewardError
+from tests.distributed.fsdp import SHARDED
 from tests.distributed.launch import main
 from tests.omni import chats, pairs
 from tests.omni.test_gspo import recorded
@@ -40,6 +42,23 @@ def mixed(place, **changed):
 
 def checkpointed(place):
     return mixed(place, gradient_checkpointing=True)
+
+
+TEXTS = [chats.chat(text) for text in ("What is it?", "Why?", "Who is there?", "So?")]
+
+
+def sharded(place):
+    """Two updates on texts, of weights that FSDP2 shards, layer by layer of the language model."""
+    layers = {"fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3OmniMoeThinkerTextDecoderLayer"]}}
+    data = datasets.Dataset.from_list(TEXTS)
+    trained = chats.trainer(place, data, shuffle_dataset=False, max_grad_norm=1e9, **(SHARDED and SHARDED | layers))
+    trained.accelerator.state.distributed_type = DistributedType.FSDP  # see `tests.distributed.fsdp`
+    trained.train()
+    return {
+        "wrapper": type(trained.model_wrapped).__name__,
+        "batches": [dict(batch) for batch in trained._buffered_inputs],
+        "logs": trained.state.log_history,
+    }
 
 
 def broken_reward(place):
@@ -89,6 +108,7 @@ SCENARIOS = {
     "checkpointed": checkpointed,
     "broken_reward": broken_reward,
     "failed_on_one": failed_on_one,
+    "sharded": sharded,  # the last: the environment says so from then on
 }
 
 

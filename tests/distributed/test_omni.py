@@ -58,6 +58,22 @@ def test_both_have_the_same_weights_in_the_end(two, name):
     assert any(not torch.equal(first["after"][weight], first["before"][0][weight]) for weight in first["after"])
 
 
+def test_sharded_weights_have_the_gradient_of_all(two):
+    ranks = two.results("sharded")
+    assert {rank["wrapper"] for rank in ranks} == {"FSDPQwen3OmniMoeThinkerForConditionalGeneration"}
+    model = tiny.thinker()
+    for rank in ranks:
+        batch = rank["batches"][0]
+        loss, _ = independent_loss(model, batch, None, 3e-4, 4e-4, 1.0, omni.TEXTS)
+        (loss / 2).backward()
+    named = [(name, weight.grad) for name, weight in model.named_parameters() if weight.grad is not None]
+    norm = torch.stack([gradient.norm() for name, gradient in named if "mlp.gate" not in name]).norm().item()
+    for rank in ranks:
+        assert rank["logs"][0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert rank["logs"][0]["ratio/mean"] == pytest.approx(1, abs=1e-6)
+        assert abs(rank["logs"][1]["ratio/mean"] - 1) > 1e-5
+
+
 def test_a_broken_reward_ends_both(two):
     first, second = two.results("broken_reward")
     assert first == ("RunError", "Another process stopped: no numbers here")
