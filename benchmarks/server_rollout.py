@@ -14,9 +14,8 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -29,37 +28,15 @@ CONCURRENCY = (1, 4, 8, 16)
 GROUP = 4
 STEPS = 10
 RANKS = (4, 32, 256)
-# Family -> ways of batching.
-BATCHINGS = {"sd3": ("serial", "request"), "qwen-image": ("serial", "request", "step")}
+# Family and way of batching.
+CASES = (("sd3", "serial"), ("sd3", "request"))
+CASES += (("qwen-image", "serial"), ("qwen-image", "request"), ("qwen-image", "step"))
 LENGTH = {"sd3": 12, "qwen-image": 32}
 
 
-@dataclass
-class Served:
-    """
-    Servers of one family, and the engine that asks them.
-
-    Args:
-        engine ([`VLLMOmniEngine`]): Its model is the one that is served, with adapters.
-        servers (`list`): Processes.
-    """
-
-    engine: Any
-    servers: list[Any]
-
-
 @contextmanager
-def served(
-    folder: Path, family: str, batching: str, count: int = 1, rank: int = 4, whole: bool = False
-) -> Iterator[Served]:
-    """Starts servers, and an engine for a model with adapters, or with all weights trained."""
-    from peft import LoraConfig, get_peft_model
-
-    from omnitrl.models import load_flow_model
-    from omnitrl.rollout import EngineContext
-    from omnitrl.rollout.vllm_omni.engine import VLLMOmniEngine
-    from omnitrl.rollout.vllm_omni.transport import HttpTransport
-    from omnitrl.trainer.saving import trained_weights
+def running(folder: Path, family: str, batching: str, count: int = 1) -> Iterator[list[Any]]:
+    """Servers of one family, all of which but the first are held until they are used."""
     from tests.server.checkpoints import SERVED
     from tests.server.environment import rollout_server
 
@@ -68,9 +45,31 @@ def served(
         SERVED[family].build().save_pretrained(checkpoint)
     names = [f"{family}-{batching}-{number}.log" for number in range(count)]
     servers = [rollout_server(checkpoint, folder / name, "--batching", batching) for name in names]
-    model = load_flow_model(str(checkpoint), LENGTH[family])
+    try:
+        for server in servers:
+            server.start()
+        for server in servers[1:]:
+            server.pause()  # one that waits takes a part of a core
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@contextmanager
+def asking(folder: Path, family: str, servers: Sequence[Any], rank: int | None = 4) -> Iterator[Any]:
+    """The engine of a model that is served, with adapters of that rank or with all weights trained."""
+    from peft import LoraConfig, get_peft_model
+
+    from omnitrl.models import load_flow_model
+    from omnitrl.rollout import EngineContext
+    from omnitrl.rollout.vllm_omni.engine import VLLMOmniEngine
+    from omnitrl.rollout.vllm_omni.transport import HttpTransport
+    from omnitrl.trainer.saving import trained_weights
+
+    model = load_flow_model(str(folder / family), LENGTH[family])
     network = model.networks["transformer"]
-    if whole:
+    if rank is None:
         network.requires_grad_(True)
     else:
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(model.default_lora_targets))
@@ -80,18 +79,17 @@ def served(
         vllm_server_timeout=60.0,
         vllm_request_timeout=120.0,
         vllm_check_tolerance=None,
+        vllm_weight_transport="host",
     )
-    try:
-        for server in servers:
-            server.start()
-        context = EngineContext(model, args, weights=lambda: trained_weights(model))
-        engine = VLLMOmniEngine(context, [HttpTransport(s.url) for s in servers], brings_weights=True, sleeps=False)
-        engine.update_weights(0)
-        yield Served(engine, servers)
-        engine.close()
-    finally:
-        for server in servers:
-            server.stop()
+    for server in servers:
+        server.resume()
+    context = EngineContext(model, args, weights=lambda: trained_weights(model))
+    engine = VLLMOmniEngine(context, [HttpTransport(s.url) for s in servers], brings_weights=True, sleeps=False)
+    engine.update_weights(0)
+    yield engine
+    engine.close()
+    for server in servers[1:]:
+        server.pause()
 
 
 def make_images(engine: Any, count: int, concurrency: int, first_seed: int) -> dict[str, float]:
@@ -122,48 +120,42 @@ def rate(engine: Any, images: int, concurrency: int, repeats: int) -> dict[str, 
     return {key: median(turn[key] for turn in turns[1:]) for key in turns[0]}
 
 
-def rates(folder: Path, quick: bool) -> list[dict[str, Any]]:
-    """Images per second of each family and way of batching."""
-    results = []
-    families = {"sd3": ("request",)} if quick else BATCHINGS
-    for family, ways in families.items():
-        for batching in ways:
-            with served(folder, family, batching) as there:
-                for concurrency in CONCURRENCY[:2] if quick else CONCURRENCY:
-                    measured = rate(there.engine, 8 if quick else 48, concurrency, 1 if quick else 3)
+def measured(folder: Path, quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """All figures; those of updates and of two servers are of the first family."""
+    images, repeats = (8, 1) if quick else (48, 3)
+    found: dict[str, list[dict[str, Any]]] = {"rates": [], "updates": [], "servers": []}
+    for family, batching in [("sd3", "request")] if quick else CASES:
+        more = (family, batching) == ("sd3", "request")
+        with running(folder, family, batching, 2 if more else 1) as servers:
+            with asking(folder, family, servers[:1]) as engine:
+                for concurrency in CONCURRENCY[: 2 if quick else None]:
                     case = {"family": family, "batching": batching, "concurrency": concurrency}
-                    results.append(case | measured)
-                    print(results[-1], flush=True)
-    return results
+                    found["rates"].append(case | rate(engine, images, concurrency, repeats))
+                    print(found["rates"][-1], flush=True)
+            if more:
+                for count in (1, 2):
+                    with asking(folder, family, servers[:count]) as engine:
+                        found["servers"].append({"servers": count, **rate(engine, images, 8, repeats)})
+                for rank in (*RANKS[: 1 if quick else None], None):
+                    with asking(folder, family, servers[:1], rank) as engine:
+                        found["updates"].append(update(engine, rank, 4 if quick else 12))
+                        print(found["updates"][-1], flush=True)
+    return found
 
 
-def two_servers(folder: Path, quick: bool) -> list[dict[str, Any]]:
-    """Images per second of one server and of two, with as many requests for each."""
-    results = []
-    for count in (1, 2):
-        with served(folder, "sd3", "request", count) as there:
-            results.append({"servers": count, **rate(there.engine, 8 if quick else 48, 8, 1 if quick else 3)})
-    return results
-
-
-def updates(folder: Path, quick: bool) -> list[dict[str, Any]]:
-    """Seconds from the trainer's weights to a server that has them, for adapters of several ranks and all weights."""
-    results = []
-    for rank in (*RANKS[: 1 if quick else None], None):
-        with served(folder, "sd3", "request", rank=rank or 4, whole=rank is None) as there:
-            engine, seconds = there.engine, []
-            for version in range(1, 4 if quick else 12):
-                for parameter in engine.model.networks.parameters():
-                    if parameter.requires_grad:
-                        parameter.data += 1e-6
-                started = time.perf_counter()
-                engine.update_weights(version).check()
-                seconds.append(time.perf_counter() - started)
-            size = sum(len(body) for _, body in engine.client._wanted.messages)
-        what = "all weights" if rank is None else f"adapter of rank {rank}"
-        results.append({"what": what, "bytes": size, "seconds": median(seconds[1:]), "updates": len(seconds) - 1})
-        print(results[-1], flush=True)
-    return results
+def update(engine: Any, rank: int | None, count: int) -> dict[str, Any]:
+    """Seconds from the trainer's weights to a server that has them, the first time left out."""
+    seconds = []
+    for version in range(1, count):
+        for parameter in engine.model.networks.parameters():
+            if parameter.requires_grad:
+                parameter.data += 1e-6
+        started = time.perf_counter()
+        engine.update_weights(version).check()
+        seconds.append(time.perf_counter() - started)
+    size = sum(len(body) for _, body in engine.client._wanted.messages)
+    what = "all weights" if rank is None else f"adapter of rank {rank}"
+    return {"what": what, "bytes": size, "seconds": median(seconds[1:]), "updates": len(seconds) - 1}
 
 
 def tables(content: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
@@ -209,9 +201,7 @@ def main() -> None:
             "quick": args.quick,
             "environment": environment(args.threads),
             "steps": STEPS,
-            "rates": rates(Path(folder), args.quick),
-            "updates": updates(Path(folder), args.quick),
-            "servers": two_servers(Path(folder), args.quick),
+            **measured(Path(folder), args.quick),
         }
     for title, header, rows in tables(content):
         print_table(title, header, rows)

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from omnitrl.trainer import TRAINERS
+from tests.server.environment import needs_server
 
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("learning", "rollout_overhead", "train_overhead", "whole_step", "memory", "saved_work", "reward_overlap")
+NAMES += ("server_rollout",)
 FAMILIES = ("sd3", "qwen_image", "wan")
 PAIR = ("without", "with")
 
@@ -173,11 +175,27 @@ def test_saved_work_counts_what_reaches_the_network(tmp_path):
     assert {result["backward_passes"] for result in content["exchanges"].values()} == {8}
 
 
-def test_the_page_on_saved_work_has_the_tables_that_are_printed(monkeypatch):
+@pytest.mark.server
+@pytest.mark.slow
+@needs_server
+def test_server_rollouts_are_made_and_timed(tmp_path):
+    content = run("server_rollout", tmp_path)
+    check_numbers(content)
+    assert [(r["batching"], r["concurrency"]) for r in content["rates"]] == [("request", 1), ("request", 4)]
+    assert [r["servers"] for r in content["servers"]] == [1, 2]
+    for result in content["rates"] + content["servers"]:
+        assert result["images_per_second"] > 0
+        assert 0 < result["client_share"] < 1
+    adapter, whole = content["updates"]
+    assert 0 < adapter["bytes"] < whole["bytes"]
+
+
+@pytest.mark.parametrize(("name", "page"), [("saved_work", "saving_work"), ("server_rollout", "benchmarks")])
+def test_pages_have_the_tables_that_are_printed(name, page, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    script = importlib.import_module("saved_work")
-    content = json.loads((ROOT / "benchmarks" / "results" / "saved_work.json").read_text("utf-8"))
-    page = (ROOT / "docs" / "source" / "saving_work.md").read_text("utf-8")
+    script = importlib.import_module(name)
+    content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+    page = (ROOT / "docs" / "source" / f"{page}.md").read_text("utf-8")
     for _, header, rows in script.tables(content):
         lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
         table = "\n".join([lines[0].replace("|  |", "| |"), "|" + "---|" * len(header), *lines[1:]])
