@@ -33,11 +33,11 @@ _LOCAL = "use rollout_engine='local'"
 
 class ServerRollouts:
     """
-    The answers that a [`GSPOTrainer`] has its servers write, with the adapter that it trains.
+    The answers that a [`GSPOTrainer`] has its servers write, with the adapter or the weights that it trains.
 
     Args:
         trainer ([`GSPOTrainer`]):
-            Its model has an adapter.
+            With its model.
 
     Raises:
         [`~omnitrl.errors.InputError`]: servers cannot do what the trainer asks for, or one of them is the wrong one.
@@ -51,7 +51,8 @@ class ServerRollouts:
         self._sent: tuple[int, int] | None = None
         self._warned = False
         _check(trainer)
-        args, accelerator, model = trainer.args, trainer.accelerator, self._model.get_base_model()
+        args, accelerator, model = trainer.args, trainer.accelerator, self._model
+        model = model.get_base_model() if is_peft_model(model) else model
         sizes = vars(model.config.get_text_config())
         self.engine = TextEngine(
             args.server_urls,
@@ -111,12 +112,17 @@ class ServerRollouts:
         )
 
     def _bring_weights(self) -> None:
-        """Sends the adapter, unless the servers have it as it is."""
+        """Sends what is trained, unless the servers have it as it is."""
         model = self._model
         changes = sum(parameter._version for parameter in model.parameters() if parameter.requires_grad)
         state = (self._trainer.state.global_step, changes)
         if state != self._sent:
-            self.engine.update_weights(model.peft_config[model.active_adapter], adapter_of(model))
+            if is_peft_model(model):
+                self.engine.update_weights(model.peft_config[model.active_adapter], adapter_of(model))
+            else:  # those of the first process are sent
+                self.engine.update_weights(
+                    None, weights_of(model) if self._trainer.accelerator.is_main_process else {}
+                )
             self._sent = state
 
     def look_at(self, difference: float) -> None:
@@ -155,6 +161,24 @@ def adapter_of(model: Any) -> dict[str, Tensor]:
     return tensors
 
 
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """
+    What is trained of a Thinker without adapters, by the names of a checkpoint, which has each expert by itself.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Some of its parameters are trained.
+
+    Returns:
+        `dict[str, Tensor]`: without the `thinker.` that whole checkpoints have before them.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+    published = revert_weight_conversion(model, trained)
+    return {published_name(name.removeprefix("thinker.")): weight for name, weight in published.items()}
+
+
 def _check(trainer: GSPOTrainer) -> None:
     """Raises for what servers cannot do."""
     from omnitrl.rollout.vllm_omni.weights import check_config
@@ -166,12 +190,8 @@ def _check(trainer: GSPOTrainer) -> None:
             f"rollout_engine='vllm_omni' is for the Thinker of Qwen3-Omni, and the model is a {base}: {_LOCAL}, or, "
             "for language models, TRL's engine with use_vllm=True."
         )
-    if not is_peft_model(model):
-        raise InputError(
-            f"rollout_engine='vllm_omni' sends adapters to its servers and no whole models: give a peft_config, or "
-            f"{_LOCAL}."
-        )
-    check_config(model.peft_config[model.active_adapter], "model")
+    if is_peft_model(model):
+        check_config(model.peft_config[model.active_adapter], "model")
     if trainer._has_own_rollouts:
         raise InputError(
             "rollout_engine='vllm_omni' has its servers answer once: leave out tools, environments and rollout_func, "

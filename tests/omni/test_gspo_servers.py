@@ -10,9 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 
 from omnitrl.errors import InputError, RunError
-from omnitrl.omni.thinker import ATTENTION, TOWERS, published_name
+from omnitrl.omni.thinker import ATTENTION, TOWERS, load_thinker, published_name
 from omnitrl.rollout.vllm_omni.checks import check_text_server
 from omnitrl.rollout.vllm_omni.text_engine import TextEngine, TextPrompt
 from omnitrl.rollout.vllm_omni.text_wire import (
@@ -26,7 +27,7 @@ from omnitrl.rollout.vllm_omni.text_wire import (
 )
 from omnitrl.rollout.vllm_omni.wire import PROTOCOL, ServerInfo
 from omnitrl.trainer.gspo_config import GSPOConfig
-from omnitrl.trainer.text_rollouts import adapter_of
+from omnitrl.trainer.text_rollouts import adapter_of, weights_of
 from omnitrl.version import __version__
 from tests.omni import chats, tiny
 from tests.server.environment import free_port
@@ -90,7 +91,6 @@ def test_options_that_do_not_go_together_are_refused(tmp_path, options, sentence
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({}, "sends adapters to its servers and no whole models: give a peft_config, or use rollout_engine='local'"),
         (
             {"model": tiny.language_model, "processing_class": tiny.tokenizer},
             "is a Qwen3ForCausalLM: .* use_vllm=True",
@@ -104,6 +104,21 @@ def test_what_servers_cannot_do_is_refused_before_they_are_asked(tmp_path, optio
     made = {key: value() if key in ("model", "processing_class") else value for key, value in options.items()}
     with pytest.raises(InputError, match=sentence):
         chats.trainer(tmp_path, "text", rollout_engine="vllm_omni", **made)
+
+
+def test_weights_have_the_names_and_values_of_the_checkpoint(tmp_path):
+    tiny.save_full(tmp_path)
+    model = load_thinker(str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    expected = {name: tensor for name, tensor in saved.items() if name.startswith("thinker.")}
+    found = {f"thinker.{name}": tensor for name, tensor in weights_of(model).items()}
+    assert found.keys() == expected.keys()
+    assert any(".experts.0.gate_proj." in name for name in found)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0.self_attn.q_proj" in name and "language_model" in name)
+    assert list(weights_of(model)) == ["model.layers.0.self_attn.q_proj.weight"]
 
 
 def test_a_server_that_is_down_is_said_to_be_in_seconds(tmp_path):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers from a real server with a Thinker alone: log-probs are the trainer's, before and after it has learnt."""
 
+import copy
 import time
 from dataclasses import replace
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 
 from omnitrl.errors import InputError, RunError
 from omnitrl.omni.processing import OmniProcessor, collate
@@ -14,7 +15,7 @@ from omnitrl.omni.rows import read_row
 from omnitrl.omni.thinker import load_thinker, media_tokens
 from omnitrl.rollout.vllm_omni.text_engine import TextEngine, TextPrompt
 from omnitrl.rollout.vllm_omni.text_wire import TextSampling
-from omnitrl.trainer.text_rollouts import adapter_of
+from omnitrl.trainer.text_rollouts import adapter_of, weights_of
 from tests.distributed.launch import Launch
 from tests.omni import chats, tiny
 from tests.server.environment import needs_server, rollout_server
@@ -60,7 +61,7 @@ def model(checkpoint):
 
 
 def engine_of(url, model, **options):
-    base = model.get_base_model()
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     return TextEngine([url], type(base).__name__, vars(base.config.get_text_config()), patience=60, **options)
 
 
@@ -177,6 +178,73 @@ def test_two_updates_with_the_server_log_what_two_without_it_do(trained):
         assert chats.logged(served, f"sampling/importance_sampling_ratio/{part}") == pytest.approx([1, 1], abs=1e-3)
     changed = adapter_of(served.accelerator.unwrap_model(served.model))
     assert all(tensor.abs().max() > 0.01 for name, tensor in changed.items() if ".lora_B." in name)
+
+
+def without_experts(checkpoint):
+    """The trainer's model as a whole, but for the experts, which vLLM packs on a CPU."""
+    model = load_thinker(str(checkpoint)).eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+    return model
+
+
+@pytest.fixture
+def whole(url, checkpoint):
+    """A model that is trained as a whole; the server has the weights of the checkpoint again after the test."""
+    yield without_experts(checkpoint)
+    first = without_experts(checkpoint)
+    assert engine_of(url, first).update_weights(None, weights_of(first)).bound > 0
+
+
+def test_weights_arrive_without_adapters_and_adapters_on_top_of_them(url, whole):
+    process = OmniProcessor(tiny.processor())
+    rows = [process(read_row(row)) for row in chats.ROWS["mixed"]]
+    engine = engine_of(url, whole)
+    other = get_peft_model(copy.deepcopy(whole), lora()).eval()
+    moved(other, 1)
+    give(engine, other)  # it is in nobody's way afterwards
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in sorted(whole.named_parameters()):
+            if parameter.requires_grad:
+                parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+    sent = weights_of(whole)
+    report = engine.update_weights(None, sent)
+    assert report.bound == report.expected == len(sent)
+    adapted = get_peft_model(copy.deepcopy(whole), lora()).eval()
+    moved(adapted, 2)
+    before = other
+    for model in (whole, adapted):
+        if model is adapted:
+            give(engine, model)
+        answers = engine.generate(asked(rows, (1,)), sampling(model))
+        for inputs, (answer,) in zip(rows, answers, strict=True):
+            given = torch.tensor(answer.log_probs)
+            torch.testing.assert_close(log_probs(model, inputs, answer.token_ids), given, atol=TOLERANCE, rtol=0)
+            assert (log_probs(before, inputs, answer.token_ids) - given).abs().max() > 0.05
+        before = model
+
+
+def test_weights_that_have_no_place_are_named(url, whole):
+    engine = engine_of(url, whole)
+    with pytest.raises(InputError, match=r"On a CPU, vLLM packs experts .*experts.0.* leave experts out of training"):
+        engine.update_weights(None, weights_of(whole.requires_grad_(True)))
+    with pytest.raises(RunError, match=r"took 0 of 1 trained modules; it has no place for thinker\.model\.layers\.7"):
+        engine.update_weights(None, {"model.layers.7.self_attn.q_proj.weight": torch.ones(2, 2)})
+
+
+def test_two_updates_of_weights_with_the_server(url, checkpoint, whole, tmp_path):
+    server = {"rollout_engine": "vllm_omni", "vllm_server_base_url": [url], "vllm_server_timeout": 60}
+    every = {"steps_per_generation": 1, "per_device_train_batch_size": 4}
+    trainer = chats.trainer(tmp_path, "mixed", whole, learning_rate=1e-3, **every, **server)
+    trainer.train()
+    differences = chats.logged(trainer, "sampling/sampling_logp_difference/max")
+    assert len(differences) == 2
+    assert max(differences) < TOLERANCE
+    first = without_experts(checkpoint).state_dict()
+    changed = {name for name, tensor in trainer.model.state_dict().items() if not torch.equal(tensor, first[name])}
+    assert any(".self_attn." in name for name in changed)
+    assert not any(".experts." in name for name in changed)
 
 
 def test_two_processes_share_one_server(url, checkpoint, tmp_path):

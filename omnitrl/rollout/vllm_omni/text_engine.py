@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from omnitrl.errors import OmniTRLError, RunError
@@ -26,7 +27,7 @@ from omnitrl.rollout.vllm_omni.text_wire import (
     unpack_completions,
 )
 from omnitrl.rollout.vllm_omni.transport import ADAPTER, HttpTransport
-from omnitrl.rollout.vllm_omni.weights import adapter_message
+from omnitrl.rollout.vllm_omni.weights import adapter_message, whole_messages
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class TextPrompt:
 
 class TextEngine:
     """
-    Answers from one or several servers, which are given the trainer's adapter.
+    Answers from one or several servers, which are given the trainer's adapter or its weights.
 
     The answers to a prompt come from one server. One that goes away is left out, and what it was asked for is asked of
     another.
@@ -154,13 +155,13 @@ class TextEngine:
 
     def update_weights(self, config: Any, weights: Mapping[str, Tensor]) -> WeightReport | None:
         """
-        Brings an adapter to all servers; every process calls it.
+        Brings an adapter or weights to all servers; every process calls it, and those of the first one are sent.
 
         Args:
-            config ([`~peft.LoraConfig`]):
-                Of the adapter.
+            config ([`~peft.LoraConfig`], *optional*):
+                Of the adapter; `None` for the weights themselves.
             weights (`dict[str, Tensor]`):
-                Its tensors by the names of a checkpoint, `lora_B` with the factor of LoRA in it.
+                Tensors by the names of a checkpoint; of an adapter, `lora_B` has the factor of LoRA in it.
 
         Raises:
             [`~omnitrl.errors.InputError`], [`~omnitrl.errors.RunError`]: a server cannot take it, or there is none.
@@ -168,8 +169,7 @@ class TextEngine:
         version, report, error = self._version + 1, None, None
         if self._rank == 0:
             try:
-                message = adapter_message(config, {"thinker": weights}, version)
-                report = self.client.update(WeightUpdate(version, [(ADAPTER, message)]))
+                report = self.client.update(WeightUpdate(version, self._messages(config, weights, version)))
             except OmniTRLError as caught:
                 error = caught
         outcomes = self._gather([(version, report, error)])
@@ -180,3 +180,9 @@ class TextEngine:
             self.client.update(WeightUpdate(version))
         self._version = version
         return None if report is None else replace(report, version=version)
+
+    def _messages(self, config: Any, weights: Mapping[str, Tensor], version: int) -> list[tuple[str, bytes]]:
+        named = {"thinker": weights}
+        if config is not None:
+            return [(ADAPTER, adapter_message(config, named, version))]
+        return whole_messages(named, version, getattr(torch, self.infos[0].dtype))

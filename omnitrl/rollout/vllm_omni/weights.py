@@ -115,6 +115,11 @@ def weight_messages(
     configs = _configs(model)
     if configs:
         return [(ADAPTER, adapter_message(next(iter(configs.values())), weights, version))]
+    return whole_messages(weights, version, dtype)
+
+
+def whole_messages(weights: Weights, version: int, dtype: torch.dtype | None = None) -> list[tuple[str, bytes]]:
+    """The calls that bring whole networks; see [`weight_messages`]."""
     named = {f"{name}.{key}": tensor for name, tensors in weights.items() for key, tensor in tensors.items()}
     buckets = _buckets(named, dtype)
     messages = []

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from omnitrl.rollout.vllm_omni.server.calls import CallService, Refusal, check_adapter, read_message
 from omnitrl.rollout.vllm_omni.text_wire import Completion, TextRequest, pack_completions, unpack_text_request
-from omnitrl.rollout.vllm_omni.transport import ADAPTER, GENERATE
+from omnitrl.rollout.vllm_omni.transport import ADAPTER, GENERATE, WEIGHTS
+
+
+EXPERTS = ".experts."
+"""What names of the weights of experts have in them."""
 
 
 class ThinkerService(CallService):
@@ -29,7 +33,7 @@ class ThinkerService(CallService):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._calls = {GENERATE: self._generate, ADAPTER: self._adapter}
+        self._calls = {GENERATE: self._generate, ADAPTER: self._adapter, WEIGHTS: self._weights}
 
     # Completions
 
@@ -82,13 +86,28 @@ class ThinkerService(CallService):
     async def _adapter(self, body: bytes) -> bytes:
         head, _ = read_message(body)
         check_adapter(head.get("config") or {})
+        self._check_plain()
+        return await self._take("rollout_adapter", body)
+
+    async def _weights(self, body: bytes) -> bytes:
+        _, tensors = read_message(body)
+        self._check_plain()
+        experts = next((name for name in tensors if EXPERTS in name), None)
+        if experts is not None and self._facts["device"] == "cpu":
+            raise Refusal(
+                "input",
+                f"On a CPU, vLLM packs experts when a server starts, so that {experts} cannot be replaced: leave "
+                "experts out of training, train LoRA, or use rollout_engine='local'.",
+            )
+        return await self._take("rollout_weights", body)
+
+    def _check_plain(self) -> None:
         if self._facts["quantization"]:
             raise Refusal(
                 "input",
-                f"A server with quantization={self._facts['quantization']} has no weights that adapters could be "
-                "merged into: start it without quantization.",
+                f"A server with quantization={self._facts['quantization']} has no weights that those of a trainer "
+                "could take the place of: start it without quantization.",
             )
-        return await self._take("rollout_adapter", body)
 
 
 def _check_length(request: TextRequest, facts: Mapping[str, Any]) -> None:
