@@ -44,7 +44,7 @@ class Sample:
         reward (`float`, *optional*):
             Its reward. `None` or NaN means that the reward is missing.
         caption (`str`, *optional*):
-            Short text shown under the picture instead of the prompt, for example what an OCR reward read.
+            Short text shown beside the prompt, for example what an OCR reward read.
         clip, sound (`bytes`, *optional*):
             A small animated WebP and a small WAV file, which the page plays.
     """
@@ -57,21 +57,22 @@ class Sample:
     sound: bytes | None = None
 
     @classmethod
-    def of(cls, prompt: str, media: Any, reward: float | None = None) -> Sample:
-        """A sample of a medium: a picture, a [`~omnitrl.media.Video`] or an [`~omnitrl.media.Audio`]."""
+    def of(cls, prompt: str, media: Any, reward: float | None = None, caption: str | None = None) -> Sample:
+        """Made of a medium: a picture, a [`~omnitrl.media.Video`] or an [`~omnitrl.media.Audio`]."""
         sound = media.audio if isinstance(media, Video) else media
         return cls(
             prompt,
             still(media),
             reward,
+            caption,
             clip=media.webp_bytes(THUMBNAIL_SIDE) if isinstance(media, Video) else None,
             sound=sound.preview().wav_bytes() if isinstance(sound, Audio) else None,
         )
 
     def label(self) -> str:
-        """The text under a picture: caption or prompt, and the reward on a line of its own where there is one."""
-        text = self.caption or self.prompt
-        return text if is_missing(self.reward) else f"{text}\n{format_number(self.reward, 2)}"
+        """The text under a picture: a line each for the prompt, the caption and the reward, where there are any."""
+        reward = None if is_missing(self.reward) else format_number(self.reward, 2)
+        return "\n".join(line for line in (self.prompt, self.caption, reward) if line)
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that JSON can hold; the picture is shrunk to 256 pixels and becomes base64 PNG."""

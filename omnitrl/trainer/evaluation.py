@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,24 @@ from omnitrl.trainer.prompt_rows import Rows, numbered, sizes_of
 
 if TYPE_CHECKING:
     from omnitrl.trainer.sampling_trainer import SamplingTrainer
+
+
+_WIDTH = 80  # letters of what is shown of a value beside a picture
+
+
+@dataclass
+class _Scored:
+    """
+    What this rank's samples got.
+
+    Args:
+        rows (`list[tuple]`): Position of each sample, its rewards, and for which of them the reward failed.
+        media, captions (`dict`): Medium, and what rewards recorded of it, of the samples that are pictured.
+    """
+
+    rows: list[tuple[int, list[float], list[bool]]]
+    media: dict[int, Any]
+    captions: dict[int, str]
 
 
 @dataclass
@@ -61,17 +80,20 @@ def evaluate_prompts(
     # Every rank knows its own media only; the first one's are pictured, and they begin with the first samples.
     mine = {p: request for part in parts for p, request in zip(part.positions, part.requests, strict=False)}
     wanted = sorted(mine)[: args.num_samples_to_save if args.process_index == 0 else 0]
-    scores, media = _score(trainer, parts, prefix, set(wanted))
-    gathered = sorted(gather_list(scores))
-    rewards = torch.tensor([values for _, values in gathered], dtype=torch.float32)  # (N, F)
+    scored = _score(trainer, parts, prefix, set(wanted))
+    gathered = sorted(gather_list(scored.rows))
+    rewards = torch.tensor([values for _, values, _ in gathered], dtype=torch.float32)  # (N, F)
+    failed = torch.tensor([failures for _, _, failures in gathered], dtype=torch.bool)
     total = torch.full((len(rewards),), math.nan)
     if trainer.rewards is not None:
         total = trainer.rewards.total(rewards, trainer.rewards.final_weights)
     metrics = dict(also or {})
     if trainer.rewards is not None:
-        metrics |= _metrics(trainer.rewards.names, rewards, total, prefix)
+        metrics |= _metrics(trainer.rewards.names, rewards, failed, total, prefix)
     metrics[f"{prefix}_runtime"] = round(time.perf_counter() - started, 3)
-    samples = [Sample.of(mine[position].row["prompt"], media[position], float(total[position])) for position in wanted]
+    samples = [
+        Sample.of(mine[p].row["prompt"], scored.media[p], float(total[p]), scored.captions.get(p)) for p in wanted
+    ]
     trainer.report.record_evaluation(
         EvaluationRecord(step=trainer.state.global_step, name=prefix, metrics=metrics, samples=samples)
     )
@@ -116,10 +138,8 @@ def _row(trainer: SamplingTrainer, rows: Rows, index: int) -> dict[str, Any]:
     return row
 
 
-def _score(
-    trainer: SamplingTrainer, parts: list[_Part], prefix: str, wanted: set[int]
-) -> tuple[list[tuple[int, list[float]]], dict[int, Any]]:
-    """Reward row of each of this rank's samples by its position, and the media at those that are `wanted`."""
+def _score(trainer: SamplingTrainer, parts: list[_Part], prefix: str, wanted: set[int]) -> _Scored:
+    """Scores this rank's samples, of which those at the positions `wanted` are pictured."""
     args = trainer.args
     params = SamplingParams(
         num_inference_steps=args.num_inference_steps_eval,
@@ -137,8 +157,21 @@ def _score(
                     media[place] = trajectory.media
             done += len(batch)
             trainer.progress.phase(f"{prefix} {done}/{count}")
-    rewards = scoring.collect().rewards.tolist()
-    return [(place, row) for place, row in zip(places, rewards, strict=True) if place is not None], media
+    scored = scoring.collect()
+    rows = zip(places, scored.rewards.tolist(), scored.failed.tolist(), strict=True)
+    captions = {
+        place: _caption({column: values[i] for column, values in scored.extras.items()})
+        for i, place in enumerate(places)
+        if place in wanted
+    }
+    return _Scored([(place, *row) for place, *row in rows if place is not None], media, captions)
+
+
+def _caption(recorded: dict[str, Any]) -> str:
+    """What rewards recorded of a sample with `log_extra`, as far as it is a word or a number."""
+    shown = {name: value for name, value in recorded.items() if isinstance(value, str | int | float)}
+    words = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in shown.items()}
+    return ", ".join(f"{name}: {shorten(word, _WIDTH, placeholder=' …')}" for name, word in words.items())
 
 
 def _filled(part: _Part) -> list[int | None]:
@@ -146,11 +179,15 @@ def _filled(part: _Part) -> list[int | None]:
     return [*part.positions, *[None] * (len(part.requests) - len(part.positions))]
 
 
-def _metrics(names: list[str], rewards: torch.Tensor, total: torch.Tensor, prefix: str) -> dict[str, float]:
+def _metrics(
+    names: list[str], rewards: torch.Tensor, failed: torch.Tensor, total: torch.Tensor, prefix: str
+) -> dict[str, float]:
     """Means over the scores that are there; a missing score lowers the count, not the mean."""
     metrics = {f"{prefix}_reward": _mean(total), f"{prefix}_reward_std": _std(total)}
     for i, name in enumerate(names):
         metrics[f"{prefix}_rewards/{name}/mean"] = _mean(rewards[:, i])
+        if failed[:, i].any():
+            metrics[f"{prefix}_rewards/{name}/failed"] = float(failed[:, i].sum())
     missing = int(total.isnan().sum())
     if missing:
         metrics[f"{prefix}_rewards/missing"] = float(missing)

@@ -115,4 +115,4 @@ def test_versions_of_what_is_installed():
 
 def test_a_label_has_the_reward_unless_it_is_missing():
     assert Sample("cat", reward=0.667).label() == "cat\n0.67"
-    assert Sample("cat", reward=math.nan, caption="C4T").label() == "C4T"
+    assert Sample("cat", reward=math.nan, caption="read: C4T").label() == "cat\nread: C4T"

@@ -158,6 +158,35 @@ def test_missing_scores_lower_the_count_and_not_the_mean(tmp_path):
     assert "eval_rewards/missing" not in run.evaluate(["1"])
 
 
+def test_failed_scores_are_counted_and_those_that_do_not_apply_are_not(tmp_path):
+    def breaks(prompts, **kwargs):
+        return [None if prompt == "-" else math.nan if prompt == "?" else float(prompt) for prompt in prompts]
+
+    run = trainer(tmp_path, rewards=breaks, reward_max_retries=0)
+    result = run.evaluate(["1", "?", "3", "-"])
+    assert result["eval_rewards/breaks/failed"] == 1
+    assert result["eval_rewards/missing"] == 2
+    assert "eval_rewards/breaks/failed" not in run.evaluate(["1", "-"])
+
+
+def test_what_rewards_record_of_a_sample_is_shown_beside_its_picture(tmp_path):
+    def reads(prompts, log_extra, **kwargs):
+        log_extra("read", [prompt[::-1] for prompt in prompts])
+        log_extra("said", ["so " * 100] * len(prompts))
+        log_extra("sure", [0.123456] * len(prompts))
+        log_extra("what", [object()] * len(prompts))  # nothing that could be shown
+        return [1.0] * len(prompts)
+
+    run = trainer(tmp_path, rewards=[reads, brightness], num_samples_to_save=2)
+    run.evaluate(["cat", "dog", "cow"])
+    (record,) = run.report.summary.evaluations
+    said = " ".join(["so"] * 26 + ["…"])
+    assert [(sample.prompt, sample.caption) for sample in record.samples] == [
+        ("cat", f"read: tac, said: {said}, sure: 0.123"),
+        ("dog", f"read: god, said: {said}, sure: 0.123"),
+    ]
+
+
 def test_only_weighted_rewards_count_and_all_are_logged(tmp_path):
     def one(completions, **kwargs):
         return [1.0] * len(completions)
