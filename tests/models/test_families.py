@@ -234,21 +234,6 @@ def test_checkpointed_gradients_are_equal(tiny):
     assert 2 * len([block for block, count in calls.items() if count == 2]) >= len(calls)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", FIRST)
-def test_compiled_gradients_are_equal(checkpoint):
-    """Of graphs that are captured and differentiated as for any backend, and run by PyTorch's own kernels."""
-
-    def compiled(policy, model):
-        torch.compiler.reset()
-        assert policy.compile_blocks("aot_eager") > 0
-
-    tiny = FIRST[checkpoint]
-    plain, traced = gradients(tiny, lambda *_: None), gradients(tiny, compiled)
-    assert relative(plain, traced) <= 1e-5
-    assert all("_orig_mod" not in name for name in traced)
-
-
 def test_wrap_classes_are_there_and_hold_most_weights(tiny, model):
     classes = set(Policy(model)._no_split_modules)
     for network in model.networks.values():
