@@ -79,3 +79,6 @@ def main(scenarios):
         place.mkdir(exist_ok=True)
         result = scenarios[name](place)
         torch.save(result, Path(folder) / f"{name}.{os.environ['RANK']}.pt")
+    if torch.distributed.is_initialized():  # threads that its destructor finds running would abort the process
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

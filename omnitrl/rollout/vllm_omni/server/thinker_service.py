@@ -92,11 +92,11 @@ class ThinkerService(CallService):
     async def _weights(self, body: bytes) -> bytes:
         _, tensors = read_message(body)
         self._check_plain()
-        experts = next((name for name in tensors if EXPERTS in name), None)
-        if experts is not None and self._facts["device"] == "cpu":
+        experts = [name for name in sorted(tensors) if EXPERTS in name]
+        if experts and self._facts["device"] == "cpu":
             raise Refusal(
                 "input",
-                f"On a CPU, vLLM packs experts when a server starts, so that {experts} cannot be replaced: leave "
+                f"On a CPU, vLLM packs experts when a server starts, so that {experts[0]} cannot be replaced: leave "
                 "experts out of training, train LoRA, or use rollout_engine='local'.",
             )
         return await self._take("rollout_weights", body)
