@@ -44,10 +44,33 @@ def unpack(message: bytes, protocol: str) -> tuple[dict[str, Any], dict[str, Ten
         `ValueError`: it is no message.
     """
     try:
-        length = int.from_bytes(message[:8], "little")
-        metadata = json.loads(message[8 : 8 + length])["__metadata__"]
-        return json.loads(metadata["head"]), load(message)
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{len(message)} bytes are no message of the {protocol} protocol: {message[:40]!r} ({error})"
-        ) from error
+        head, _ = _read_head(message)
+        return head, load(message)
+    except _UNREADABLE as error:
+        raise _no_message(message, protocol, error) from error
+
+
+def unpack_head(message: bytes, protocol: str) -> tuple[dict[str, Any], list[str]]:
+    """
+    Head and names of the tensors of a message, whose values are not looked at.
+
+    Raises:
+        `ValueError`: it is no message.
+    """
+    try:
+        return _read_head(message)
+    except _UNREADABLE as error:
+        raise _no_message(message, protocol, error) from error
+
+
+_UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError, RecursionError)
+
+
+def _read_head(message: bytes) -> tuple[dict[str, Any], list[str]]:
+    length = int.from_bytes(message[:8], "little")
+    content = json.loads(message[8 : 8 + length])
+    return json.loads(content.pop("__metadata__")["head"]), list(content)
+
+
+def _no_message(message: bytes, protocol: str, error: Exception) -> ValueError:
+    return ValueError(f"{len(message)} bytes are no message of the {protocol} protocol: {message[:40]!r} ({error})")

@@ -11,7 +11,7 @@ from transformers import SchedulerType, TrainingArguments
 from omnitrl.errors import InputError, did_you_mean
 from omnitrl.models import MediaSize
 from omnitrl.rollout import ENGINES
-from omnitrl.rollout.vllm_omni.transport import check_url
+from omnitrl.rollout.vllm_omni.transport import check_urls
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
@@ -250,9 +250,7 @@ class BaseConfig(TrainingArguments):
                 "vllm_weight_transport='collective' is for servers, and vllm_mode='colocate' has none: use 'host'."
             )
         if given is not None:
-            self.vllm_server_base_url = [check_url(url) for url in ([given] if isinstance(given, str) else given)]
-        if len(set(self.server_urls)) < len(self.server_urls):
-            raise InputError(f"vllm_server_base_url={given} names a server twice: name each once.")
+            self.vllm_server_base_url = check_urls(given)
 
     def _check_ranges(self) -> None:
         """Raises for a number that is out of range; subclasses add theirs."""

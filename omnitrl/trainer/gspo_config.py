@@ -9,7 +9,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from omnitrl.errors import InputError
-from omnitrl.rollout.vllm_omni.transport import check_url
+from omnitrl.rollout.vllm_omni.transport import check_urls
 from omnitrl.trainer.base_config import check_choice, check_positive
 
 
@@ -128,6 +128,4 @@ class GSPOConfig(GRPOConfig):
             raise InputError(
                 "use_vllm=True is TRL's own engine and rollout_engine='vllm_omni' is another: leave out one of them."
             )
-        self.vllm_server_base_url = [check_url(url) for url in urls] or None
-        if len(set(urls)) < len(urls):
-            raise InputError(f"vllm_server_base_url={given} names a server twice: name each once.")
+        self.vllm_server_base_url = check_urls(urls) or None

@@ -11,8 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
+from omnitrl.messages import unpack
 from omnitrl.rollout import LocalEngine, SampleRequest
-from omnitrl.rollout.vllm_omni.wire import PROTOCOL, ServerInfo, pack_sample, unpack, unpack_request
+from omnitrl.rollout.vllm_omni.wire import PROTOCOL, ServerInfo, pack_sample, unpack_request
 from omnitrl.version import __version__
 
 

@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig
 
 from omnitrl.errors import RunError
+from omnitrl.messages import unpack
 from omnitrl.rollout.vllm_omni.text_engine import TextEngine, TextPrompt
 from omnitrl.rollout.vllm_omni.text_wire import Completion, TextSampling, pack_completions, unpack_text_request
-from omnitrl.rollout.vllm_omni.wire import unpack
 from tests.rollout.stub import HangUp, Stub, info, refusal
 
 

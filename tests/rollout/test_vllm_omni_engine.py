@@ -13,13 +13,14 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
 from omnitrl.errors import InputError, RunError
+from omnitrl.messages import unpack
 from omnitrl.models import MediaSize
 from omnitrl.rollout import EngineContext, LocalEngine, RolloutEngine, SampleRequest, SamplingParams
 from omnitrl.rollout.vllm_omni import weights as weights_module
 from omnitrl.rollout.vllm_omni.engine import VLLMOmniEngine
 from omnitrl.rollout.vllm_omni.transport import InProcessTransport
 from omnitrl.rollout.vllm_omni.weights import check_trained, weight_messages
-from omnitrl.rollout.vllm_omni.wire import pack_sample, unpack, unpack_request
+from omnitrl.rollout.vllm_omni.wire import pack_sample, unpack_request
 from omnitrl.trainer.saving import trained_weights
 from tests.rollout.stub import LocalService, info
 from tests.tiny import CHECKPOINTS

@@ -10,12 +10,12 @@ import torch
 
 from omnitrl import FlowGRPOConfig
 from omnitrl.errors import InputError
+from omnitrl.messages import unpack
 from omnitrl.rollout.vllm_omni import collective, replica
 from omnitrl.rollout.vllm_omni.client import RolloutClient
 from omnitrl.rollout.vllm_omni.collective import Group, Invitation
 from omnitrl.rollout.vllm_omni.replica import WeightUpdate
 from omnitrl.rollout.vllm_omni.transport import ADAPTER, JOIN, WEIGHTS, HttpTransport
-from omnitrl.rollout.vllm_omni.wire import unpack
 from tests.rollout.stub import HangUp, Stub, info, refusal, until
 
 

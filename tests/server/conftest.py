@@ -4,7 +4,7 @@
 import pytest
 
 from tests.server.checkpoints import save_checkpoint
-from tests.server.environment import rollout_server
+from tests.server.environment import rollout_server, show_logs
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def server_of(shared_servers, request):
     yield server
     for one in used:
         one.pause()
-    _show_logs(request, used)
+    show_logs(request, used)
 
 
 @pytest.fixture
@@ -68,14 +68,7 @@ def start_server(tmp_path, request):
     yield start
     for server in started:
         server.stop()
-    _show_logs(request, started)
-
-
-def _show_logs(request, servers):
-    report = getattr(request.node, "report_of_call", None)
-    if report is not None and report.failed:
-        for server in servers:
-            report.sections.append((f"log of {server.url}", server.tail()))
+    show_logs(request, started)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -128,6 +128,14 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
+def show_logs(request, servers):
+    """Shows the ends of the servers' logs if the test has failed."""
+    report = getattr(request.node, "report_of_call", None)
+    if report is not None and report.failed:
+        for server in servers:
+            report.sections.append((f"log of {server.url}", server.tail()))
+
+
 def rollout_server(checkpoint, log, *flags, variables=None):
     """A server of rollouts with the model in the folder `checkpoint`, not yet started."""
     command = ["-m", "omnitrl.cli.main", "vllm-serve", str(checkpoint), "--port", "{port}", "--host", "127.0.0.1"]

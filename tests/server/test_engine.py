@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from omnitrl.errors import InputError, RunError
+from omnitrl.messages import pack, unpack
 from omnitrl.models import load_flow_model
 from omnitrl.rollout.vllm_omni.transport import ADAPTER
-from omnitrl.rollout.vllm_omni.wire import pack, unpack
 from tests.distributed.launch import Launch
 from tests.rollout.stub import until
 from tests.server import two

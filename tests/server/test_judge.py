@@ -23,7 +23,7 @@ from omnitrl.rewards import (
 )
 from omnitrl.rewards.judge.messages import Pictures, Shown
 from tests.rewards.tiny_vlm import ANSWERS, save_tiny_vlm
-from tests.server.environment import Server, server_python
+from tests.server.environment import Server, server_python, show_logs
 from tests.trainer import helpers
 
 
@@ -79,9 +79,7 @@ def server(tiny):
 def url(server, request):
     """The server's endpoint; its log is shown when a test fails."""
     yield f"{server.url}/v1"
-    report = getattr(request.node, "report_of_call", None)
-    if report is not None and report.failed:
-        report.sections.append((f"log of {server.url}", server.tail()))
+    show_logs(request, [server])
 
 
 def noise(seed):

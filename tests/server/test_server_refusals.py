@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 
 from omnitrl.algorithms import make_sigma_table
+from omnitrl.messages import pack, unpack
 from omnitrl.models import MediaSize
 from omnitrl.rollout.vllm_omni.weights import weight_messages
-from omnitrl.rollout.vllm_omni.wire import BucketHead, pack, pack_request, unpack
+from omnitrl.rollout.vllm_omni.wire import BucketHead, pack_request
 from tests.server.environment import Server, needs_server
 from tests.server.rollouts import Client, move_adapters, params_of, trainer_model, weights_of, wire_request
 

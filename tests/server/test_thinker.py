@@ -18,7 +18,7 @@ from omnitrl.rollout.vllm_omni.text_wire import TextSampling
 from omnitrl.trainer.text_rollouts import adapter_of, weights_of
 from tests.distributed.launch import Launch
 from tests.omni import chats, tiny
-from tests.server.environment import needs_server, rollout_server
+from tests.server.environment import needs_server, rollout_server, show_logs
 from tests.server.thinkers import FLAGS, VARIABLES, lora, save_thinker
 
 
@@ -48,9 +48,7 @@ def server(checkpoint):
 def url(server, request):
     """The server's address; its log is shown when a test fails."""
     yield server.url
-    report = getattr(request.node, "report_of_call", None)
-    if report is not None and report.failed:
-        report.sections.append((f"log of {server.url}", server.tail()))
+    show_logs(request, [server])
 
 
 @pytest.fixture

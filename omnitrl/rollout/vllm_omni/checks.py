@@ -34,12 +34,7 @@ def check_server(info: ServerInfo, name: str, pipeline_class: str) -> None:
     Raises:
         [`~omnitrl.errors.InputError`]: another version or model is there, or one that skips parts of the network.
     """
-    _check_version(info, name)
-    if info.pipeline_class != pipeline_class:
-        raise InputError(
-            f"{name} serves {info.model} with a {info.pipeline_class}, but the trainer has a {pipeline_class}: start "
-            "it with `omnitrl vllm-serve` and the trainer's model, or correct vllm_server_base_url."
-        )
+    _check_same(info, name, pipeline_class)
     if info.cache_backend != "none":
         raise InputError(
             f"{name} has the step cache {info.cache_backend!r}, which skips parts of the network, so that its samples "
@@ -64,12 +59,7 @@ def check_text_server(info: ServerInfo, name: str, model_class: str, sizes: Mapp
     Raises:
         [`~omnitrl.errors.InputError`]: another version or model is there, or one that gives other log-probs.
     """
-    _check_version(info, name)
-    if info.pipeline_class != model_class:
-        raise InputError(
-            f"{name} serves {info.model} with a {info.pipeline_class}, but the trainer has a {model_class}: start it "
-            "with `omnitrl vllm-serve` and the trainer's model, or correct vllm_server_base_url."
-        )
+    _check_same(info, name, model_class)
     other = {key: value for key, value in (info.sizes or {}).items() if sizes.get(key) != value}
     if other:
         key, value = next(iter(other.items()))
@@ -84,12 +74,18 @@ def check_text_server(info: ServerInfo, name: str, model_class: str, sizes: Mapp
         )
 
 
-def _check_version(info: ServerInfo, name: str) -> None:
+def _check_same(info: ServerInfo, name: str, served_class: str) -> None:
+    """Raises where a server has another version of omnitrl than the trainer, or a model of another class."""
     if (info.protocol, info.omnitrl_version) != (PROTOCOL, __version__):
         raise InputError(
             f"{name} runs omnitrl {info.omnitrl_version} (rollout protocol {info.protocol}), the trainer "
             f"{__version__} (protocol {PROTOCOL}); samples must be made by the code that trains on them: use "
             f'`pip install "omnitrl=={__version__}"` there, or the same checkout.'
+        )
+    if info.pipeline_class != served_class:
+        raise InputError(
+            f"{name} serves {info.model} with a {info.pipeline_class}, but the trainer has a {served_class}: start it "
+            "with `omnitrl vllm-serve` and the trainer's model, or correct vllm_server_base_url."
         )
 
 

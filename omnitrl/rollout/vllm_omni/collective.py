@@ -24,8 +24,9 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
 from omnitrl.devices import process_group
+from omnitrl.messages import pack
 from omnitrl.rollout.vllm_omni.transport import JOIN
-from omnitrl.rollout.vllm_omni.wire import ServerInfo, pack
+from omnitrl.rollout.vllm_omni.wire import ServerInfo
 
 
 GRACE = 5.0

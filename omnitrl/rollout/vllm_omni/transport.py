@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -134,6 +134,19 @@ def check_url(url: str) -> str:
     raise InputError(
         f"vllm_server_base_url={url!r} is no address of a server: use one like 'http://localhost:8000', with no path."
     )
+
+
+def check_urls(given: str | Sequence[str]) -> list[str]:
+    """
+    Base URLs without a slash at their ends, of one server or of several.
+
+    Raises:
+        [`~omnitrl.errors.InputError`]: one is none, or is there twice.
+    """
+    urls = [check_url(url) for url in ([given] if isinstance(given, str) else given)]
+    if len(set(urls)) < len(urls):
+        raise InputError(f"vllm_server_base_url={given} names a server twice: name each once.")
+    return urls
 
 
 def checked_answer(status: int, body: bytes) -> bytes:

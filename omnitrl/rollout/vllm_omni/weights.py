@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from omnitrl.errors import InputError
+from omnitrl.messages import pack
 from omnitrl.models import FlowModel
 from omnitrl.rollout.vllm_omni.transport import ADAPTER, WEIGHTS
-from omnitrl.rollout.vllm_omni.wire import AdapterHead, BucketHead, pack
+from omnitrl.rollout.vllm_omni.wire import AdapterHead, BucketHead
 
 
 BUCKET_BYTES = 256 * 2**20

@@ -1,15 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers of all kinds of models know of adapters: names of their tensors, their scale, a report on them."""
+"""What workers of all kinds of models know of weights: an adapter's names and scale, what has arrived, a report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
 UNUSABLE = -2
 """Weight version of a server some of whose weights are new and some old."""
+
+
+EXPERTS = ".experts."
+"""What names of the weights of experts have in them."""
+
+
+@dataclass
+class Arriving:
+    """
+    Whole weights of a version, which come in several messages.
+
+    Args:
+        version (`int`):
+            Theirs.
+        following (`int`):
+            Index of the message that comes next.
+        sent (`list[str]`):
+            Names of the tensors that have come.
+    """
+
+    version: int
+    following: int = 0
+    sent: list[str] = field(default_factory=list)
+
+
+def take_bucket(arriving: Arriving | None, head: Mapping[str, Any], names: Iterable[str]) -> Arriving:
+    """
+    Notes that a message has come.
+
+    Raises:
+        `ValueError`: it is not the one that follows on what came before it.
+    """
+    if arriving is None or (arriving.version, arriving.following) != (head["version"], head["index"]):
+        raise ValueError(
+            f"Bucket {head['index']} of the weights {head['version']} does not follow on what came before it."
+        )
+    arriving.following += 1
+    arriving.sent += names
+    return arriving
 
 
 def lora_a(module: str) -> str:

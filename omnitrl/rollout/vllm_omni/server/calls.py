@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from omnitrl.messages import unpack
+from omnitrl.messages import unpack, unpack_head
 from omnitrl.rollout.vllm_omni.transport import INFO
 from omnitrl.rollout.vllm_omni.wire import PROTOCOL, ServerInfo
 from omnitrl.version import __version__
@@ -190,6 +190,19 @@ def read_message(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     try:
         return unpack(body, "rollout")
+    except ValueError as error:
+        raise Refusal("input", str(error)) from error
+
+
+def read_head(body: bytes) -> tuple[dict[str, Any], list[str]]:
+    """
+    Head of a call and names of its tensors, which the workers will read.
+
+    Raises:
+        [`Refusal`]: it has none.
+    """
+    try:
+        return unpack_head(body, "rollout")
     except ValueError as error:
         raise Refusal("input", str(error)) from error
 

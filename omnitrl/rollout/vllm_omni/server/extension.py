@@ -21,16 +21,18 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.utils import replace_submodule
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
+from omnitrl.messages import unpack
 from omnitrl.rollout.vllm_omni.collective import Group, Invitation
 from omnitrl.rollout.vllm_omni.server.adapters import (
     UNUSABLE,
+    Arriving,
     lora_a,
     lora_b,
     quantization_method,
     report_on,
     scaling,
+    take_bucket,
 )
-from omnitrl.rollout.vllm_omni.wire import unpack
 
 
 # Ends of names in diffusers, and what native networks call them where they differ.
@@ -45,7 +47,8 @@ class RolloutExtension(CustomPipelineWorkerExtension):
     od_config: Any
     _adapter = 0  # number of the adapter that is bound, 0 for none
     _adapters = 0  # how many there were
-    _arriving: dict[str, Any] | None = None
+    _arriving: Arriving | None = None
+    _loaded: set[str] = set()  # native names of the parameters that what has arrived went into
     _group: Group | None = None  # with the trainer whose weights are broadcast
 
     # What is there
@@ -176,30 +179,21 @@ class RolloutExtension(CustomPipelineWorkerExtension):
         """
         if "group" in head:
             head, tensors = self._received(head["group"], head["num_bytes"])
-        version, index, count = (head[key] for key in ("version", "index", "count"))
         pipeline = self.model_runner.pipeline
-        if index == 0:
+        if head["index"] == 0:
             pipeline.weight_version = UNUSABLE
             self._unbind()
-            self._arriving = {"version": version, "next": 0, "sent": set(), "loaded": set()}
-        arriving = self._arriving
-        if arriving is None or (arriving["version"], arriving["next"]) != (version, index):
-            self._arriving = None
-            raise ValueError(f"Bucket {index} of the weights {version} does not follow on what came before it.")
-        arriving["next"] += 1
-        arriving["sent"] |= tensors.keys()
-        try:
-            arriving["loaded"] |= pipeline.load_weights(tensors.items())
-        except Exception:
-            self._arriving = None
-            raise
-        if arriving["next"] < count:
+            self._arriving, self._loaded = Arriving(head["version"]), set()
+        arriving, self._arriving = self._arriving, None  # what fails here has to begin again
+        arriving = take_bucket(arriving, head, tensors)
+        self._loaded |= pipeline.load_weights(tensors.items())
+        if arriving.following < head["count"]:
+            self._arriving = arriving
             return {}
-        self._arriving = None
-        expected, missing = self._unfilled(arriving["sent"], arriving["loaded"])
+        expected, missing = self._unfilled(set(arriving.sent), self._loaded)
         if not missing:
-            pipeline.weight_version = version
-        return report_on(version, expected, missing) | self.rollout_state()
+            pipeline.weight_version = arriving.version
+        return report_on(arriving.version, expected, missing) | self.rollout_state()
 
     def rollout_join(self, invitation: Mapping[str, Any]) -> dict[str, Any]:
         """Joins the group in which a trainer broadcasts, and leaves the one before."""

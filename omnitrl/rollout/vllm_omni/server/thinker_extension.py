@@ -11,7 +11,6 @@ themselves are loaded by vLLM's own way of loading again, which also puts them i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,11 +19,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from omnitrl.messages import unpack
 from omnitrl.rollout.vllm_omni.server.adapters import (
+    EXPERTS,
     UNUSABLE,
+    Arriving,
     lora_a,
     lora_b,
     quantization_method,
     report_on,
+    take_bucket,
 )
 
 
@@ -34,16 +36,6 @@ AT_ONCE = 32
 _SIZES = ("hidden_size", "num_hidden_layers", "num_experts", "vocab_size")
 
 
-@dataclass
-class _Arriving:
-    """Weights of a version that come in several messages."""
-
-    version: int
-    following: int = 0
-    sent: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-
 class ThinkerExtension:
     """Methods that `collective_rpc` calls in each worker of a server that writes text."""
 
@@ -51,7 +43,8 @@ class ThinkerExtension:
     vllm_config: Any
     _rollout_version = -1
     _rollout_base: dict[str, Tensor] | None = None  # weights without the adapter, of what is adapted
-    _rollout_arriving: _Arriving | None = None
+    _rollout_arriving: Arriving | None = None
+    _rollout_missing: list[str] = []  # of what has arrived, what has no place
 
     # What is there
 
@@ -89,7 +82,8 @@ class ThinkerExtension:
         """Merges an adapter in the place of the one before; a report, and nothing else if a module has no place."""
         head, tensors = unpack(message, "rollout")
         expected = list(head["expected"])
-        places = {name: self._rollout_place(f"{name}.weight") for name in expected}
+        found = self._rollout_places([f"{name}.weight" for name in expected])
+        places = {name: found[f"{name}.weight"] for name in expected}
         whole = {name for name in expected if lora_a(name) in tensors and lora_b(name) in tensors}
         missing = [name for name in expected if places[name] is None or name not in whole]
         if not missing:
@@ -101,19 +95,19 @@ class ThinkerExtension:
             self._rollout_version = head["version"]
         return report_on(head["version"], expected, missing) | self.rollout_state()
 
-    def _rollout_place(self, weight: str) -> str | None:
-        """Name of the parameter of the Thinker that has a weight of a checkpoint, alone or among others."""
+    def _rollout_places(self, weights: list[str]) -> dict[str, str | None]:
+        """Weights of a checkpoint, and the parameter of the Thinker that has each, alone or among others."""
         thinker = self._rollout_thinker()
-        names = dict(thinker.named_parameters())
-        (name,) = thinker.hf_to_vllm_mapper.apply_list([weight])
-        if name in names:
-            return name
-        module, _, kind = name.rpartition(".")
-        parent, _, leaf = module.rpartition(".")
-        for whole, fused in thinker.packed_modules_mapping.items():
-            if leaf in fused and f"{parent}.{whole}.{kind}" in names:
-                return f"{parent}.{whole}.{kind}"
-        return None
+        names = {name for name, _ in thinker.named_parameters()}
+        fused = {leaf: whole for whole, leaves in thinker.packed_modules_mapping.items() for leaf in leaves}
+
+        def place(name: str) -> str | None:
+            module, _, kind = name.rpartition(".")
+            parent, _, leaf = module.rpartition(".")
+            among = f"{parent}.{fused.get(leaf)}.{kind}"
+            return name if name in names else among if among in names else None
+
+        return {weight: place(thinker.hf_to_vllm_mapper.apply_list([weight])[0]) for weight in weights}
 
     def _rollout_merge(self, parts: Mapping[str, list[str]], tensors: Mapping[str, Tensor]) -> None:
         """Sets the parameters that have these modules to their first values and the update of the adapter."""
@@ -158,23 +152,18 @@ class ThinkerExtension:
         From the first message on the weights are of no version, until all of them are there.
         """
         head, tensors = unpack(message, "rollout")
-        version, index, count = (head[key] for key in ("version", "index", "count"))
-        if index == 0:
-            self._rollout_begin(version)
-        arriving = self._rollout_arriving
-        if arriving is None or (arriving.version, arriving.following) != (version, index):
-            raise ValueError(f"Message {index} of the weights {version} does not follow on what came before it.")
-        arriving.following += 1
-        arriving.sent += tensors
-        unknown = [name for name in tensors if not self._rollout_knows(name)]
-        arriving.missing += unknown
+        if head["index"] == 0:
+            self._rollout_begin(head["version"])
+        arriving = take_bucket(self._rollout_arriving, head, tensors)
+        unknown = self._rollout_unknown(list(tensors))
+        self._rollout_missing += unknown
         self._rollout_thinker().load_weights((n, tensor) for n, tensor in tensors.items() if n not in unknown)
-        if arriving.following < count:
+        if arriving.following < head["count"]:
             return {}
         self._rollout_end()
-        if not arriving.missing:
-            self._rollout_version = version
-        return report_on(version, arriving.sent, arriving.missing) | self.rollout_state()
+        if not self._rollout_missing:
+            self._rollout_version = arriving.version
+        return report_on(arriving.version, arriving.sent, self._rollout_missing) | self.rollout_state()
 
     def _rollout_begin(self, version: int) -> None:
         """Undoes the adapter, which is none of the weights that come, and makes room for these."""
@@ -184,16 +173,18 @@ class ThinkerExtension:
         self._rollout_merge({}, {})
         self._rollout_base = None
         initialize_layerwise_reload(self.model_runner.get_model())
-        self._rollout_arriving = _Arriving(version)
+        self._rollout_arriving, self._rollout_missing = Arriving(version), []
 
     def _rollout_end(self) -> None:
         self._rollout_arriving = None
         finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
 
-    def _rollout_knows(self, weight: str) -> bool:
-        """Whether there is a place for a weight of a checkpoint; experts lie in one parameter for each layer."""
-        (name,) = self._rollout_thinker().hf_to_vllm_mapper.apply_list([weight])
-        experts, found, _ = name.partition(".experts.")
-        if found:
-            return any(n.startswith(f"{experts}.experts.") for n, _ in self._rollout_thinker().named_parameters())
-        return self._rollout_place(weight) is not None
+    def _rollout_unknown(self, weights: list[str]) -> list[str]:
+        """Weights of a checkpoint that have no place; experts lie in one parameter for each layer."""
+        names = [name for name, _ in self._rollout_thinker().named_parameters()]
+        layers = {name.partition(EXPERTS)[0] for name in names if EXPERTS in name}
+        mapper = self._rollout_thinker().hf_to_vllm_mapper
+        experts = {name for name in weights if EXPERTS in name}
+        unknown = [n for n in experts if mapper.apply_list([n])[0].partition(EXPERTS)[0] not in layers]
+        places = self._rollout_places([name for name in weights if name not in experts])
+        return sorted([*unknown, *(name for name, place in places.items() if place is None)])

@@ -12,13 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from omnitrl.rollout.vllm_omni.server.calls import CallService, Refusal, check_adapter, read_message
+from omnitrl.rollout.vllm_omni.server.adapters import EXPERTS
+from omnitrl.rollout.vllm_omni.server.calls import CallService, Refusal, check_adapter, read_head
 from omnitrl.rollout.vllm_omni.text_wire import Completion, TextRequest, pack_completions, unpack_text_request
 from omnitrl.rollout.vllm_omni.transport import ADAPTER, GENERATE, WEIGHTS
-
-
-EXPERTS = ".experts."
-"""What names of the weights of experts have in them."""
 
 
 class ThinkerService(CallService):
@@ -84,15 +81,15 @@ class ThinkerService(CallService):
     # Weights
 
     async def _adapter(self, body: bytes) -> bytes:
-        head, _ = read_message(body)
+        head, _ = read_head(body)
         check_adapter(head.get("config") or {})
         self._check_plain()
         return await self._take("rollout_adapter", body)
 
     async def _weights(self, body: bytes) -> bytes:
-        _, tensors = read_message(body)
+        _, names = read_head(body)
         self._check_plain()
-        experts = [name for name in sorted(tensors) if EXPERTS in name]
+        experts = [name for name in sorted(names) if EXPERTS in name]
         if experts and self._facts["device"] == "cpu":
             raise Refusal(
                 "input",
