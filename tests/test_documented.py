@@ -4,6 +4,7 @@
 import ast
 import dataclasses
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_the_page_of_a_trainer_has_the_options_that_it_adds_or_changes(name):
 def log_sharpness(prompts, completions, log_metric, **kwargs):
     log_metric("sharpness", 1.0)
     scores = helpers.brightness(prompts, completions)
-    return [None if prompt == "a sky" else score for prompt, score in zip(prompts, scores, strict=True)]
+    return [math.nan if prompt == "a sky" else score for prompt, score in zip(prompts, scores, strict=True)]
 
 
 # Options with which all of a policy gradient is logged.
@@ -214,7 +215,7 @@ def sections_that_apply(name):
 
 
 # Which depend on the reward that a test is run with.
-OF_A_REWARD = {"sharpness", "eval_rewards/missing"}
+OF_A_REWARD = {"sharpness", "eval_rewards/missing", "eval_rewards/{name}/failed"}
 
 
 @pytest.mark.slow
