@@ -205,7 +205,7 @@ def read_picture(value: Any, where: str, whole: bool = True) -> Image:
             Whether all of it is read; `False` stops at its header.
 
     Returns:
-        `PIL.Image.Image` in mode RGB, or in its own if `whole` is `False`.
+        `PIL.Image.Image` in mode RGB, or in its own if `whole` is `False`; upright, if its Exif says how it was held.
 
     Raises:
         [`~omnitrl.errors.InputError`]: there is no picture, or it cannot be read.
@@ -213,7 +213,7 @@ def read_picture(value: Any, where: str, whole: bool = True) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(value, Image.Image):
-        return value.convert("RGB") if whole else value
+        return _rgb(_upright(value)) if whole else _upright(value)
     pixels = as_array(value)
     if pixels is not None:
         return Image.fromarray(_eight_bit(pixels, where)).convert("RGB")
@@ -234,8 +234,8 @@ def read_picture(value: Any, where: str, whole: bool = True) -> Image:
             "bytes, a dictionary with either, or an array (height, width, 3)."
         )
     try:
-        image = Image.open(io.BytesIO(value) if isinstance(value, bytes) else value)
-        return image.convert("RGB") if whole else image
+        image = _upright(Image.open(io.BytesIO(value) if isinstance(value, bytes) else value))
+        return _rgb(image) if whole else image
     except FileNotFoundError as error:
         raise InputError(
             f"{where} is the file {value!s}, which does not exist; the working folder is {Path.cwd()}."
@@ -250,6 +250,22 @@ def read_picture(value: Any, where: str, whole: bool = True) -> Image:
         if isinstance(value, bytes):
             what = f"{len(value)} bytes of {name}" if name else f"{len(value)} bytes"
         raise InputError(f"{where} is no picture that can be read ({what}): leave the row out.") from error
+
+
+def _upright(image: Image) -> Image:
+    """The image turned as the Exif of its header says; of one without, nothing more is read."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image) if "exif" in image.info else image
+
+
+def _rgb(image: Image) -> Image:
+    """The image in mode RGB; of 16 bits the high ones, where Pillow would make all that is above 255 white."""
+    from PIL import Image
+
+    if image.mode.startswith("I") and (levels := np.asarray(image)).max(initial=0) > 255:
+        image = Image.fromarray((levels.clip(0, 65535) // 257).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def is_url(value: Any) -> bool:
@@ -278,7 +294,8 @@ def as_array(value: Any) -> np.ndarray | None:
     import torch  # here, as prompts alone need none
 
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().float().numpy()
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
     elif isinstance(value, list):  # what `datasets` makes of an array
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):

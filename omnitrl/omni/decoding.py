@@ -61,7 +61,8 @@ def read_sound(value: Any, rate: int, where: str) -> np.ndarray:
     Args:
         value (`Any`):
             A path, the bytes of a file, a dictionary with `path` or `bytes`, or with `array` and `sampling_rate`, an
-            [`~omnitrl.media.Audio`], or a decoder of `datasets`.
+            [`~omnitrl.media.Audio`], or a decoder of `datasets`. Of an array of two dimensions the shorter one is that
+            of channels. Whole numbers are as in files, by their dtype: 32767 is as loud as 1.0 in a sound of 16 bits.
         rate (`int`):
             Samples per second that are wanted, as the model was trained with.
         where (`str`):
@@ -83,8 +84,8 @@ def read_sound(value: Any, rate: int, where: str) -> np.ndarray:
     """
     samples, own_rate = _samples(value, where)
     if samples.ndim == 2:
-        samples = samples.mean(axis=0)
-    if samples.ndim != 1 or samples.size == 0:
+        samples = samples.mean(axis=int(np.argmin(samples.shape)))
+    if samples.ndim != 1 or len(samples) * rate < own_rate:  # not one sample at the rate that is wanted
         raise InputError(
             f"{where} has samples of shape {samples.shape}, but a sound is (samples,): leave the row out."
         )
@@ -94,7 +95,7 @@ def read_sound(value: Any, rate: int, where: str) -> np.ndarray:
 
 
 def _samples(value: Any, where: str) -> tuple[np.ndarray, int]:
-    """(S,) or (channels, S), and samples per second."""
+    """(S,), (channels, S) or (S, channels), and samples per second."""
     if isinstance(value, Audio):
         return value.samples, value.sampling_rate
     if hasattr(value, "get_all_samples"):  # torchcodec's AudioDecoder, which `datasets` makes of the feature Audio
@@ -104,9 +105,20 @@ def _samples(value: Any, where: str) -> tuple[np.ndarray, int]:
         rate = value.get("sampling_rate")
         if not rate or rate < 0:
             raise InputError(f"{where} has no sampling_rate: give {{'array': …, 'sampling_rate': 16000}}.")
-        return np.asarray(value["array"], dtype=np.float32), int(rate)
+        return _in_one(np.asarray(value["array"])), int(rate)
     data = _file_bytes(value, where, "sound", "an array with its sampling_rate, {'array': …, 'sampling_rate': 16000}")
     return _decoded_sound(data, where)
+
+
+def _in_one(samples: np.ndarray) -> np.ndarray:
+    """Samples in [-1, 1]; of whole numbers that `datasets` made a list of, the bits are not known any more."""
+    if not np.issubdtype(samples.dtype, np.integer):
+        return samples.astype(np.float32)
+    bits = np.iinfo(samples.dtype).bits
+    if bits == 64:
+        bits = 16 if abs(samples).max(initial=0) <= 2**15 else 32
+    half = 2.0 ** (bits - 1)
+    return np.asarray((samples - half * (samples.dtype.kind == "u")) / half, dtype=np.float32)
 
 
 def _file_bytes(value: Any, where: str, kind: str, other: str) -> bytes:
@@ -216,7 +228,7 @@ def read_video(value: Any, limits: VideoLimits, where: str) -> Video:
         return _limited(value.frames, value.frame_rate, limits, where)
     if isinstance(value, Mapping) and value.get("frames") is not None:
         rate = value.get("fps")
-        if not rate or rate < 0:
+        if not (rate and rate > 0):
             raise InputError(f"{where} has frames without fps: give {{'frames': […], 'fps': 2.0}}.")
         return _limited(_frames(value["frames"], where), float(rate), limits, where)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which file belongs to which place in the messages, and what bad rows are told."""
 
+import io
+
 import datasets
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from omnitrl.errors import InputError
@@ -141,6 +144,45 @@ def test_sounds_of_another_rate_are_resampled_to_one_channel():
     assert spectrum.argmax() == 440  # one second, so bins are Hertz
 
 
+LOUD = np.array([0.5, -0.5, 0.25, -1.0])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.stack([LOUD, LOUD]),
+        np.stack([LOUD, LOUD], axis=1),  # as soundfile has it
+        LOUD[:, None],
+        (LOUD * 2**15).astype(np.int16),
+        (LOUD * 2**15).astype(np.int16).tolist(),  # as datasets gives it
+        (LOUD * 2**31).astype(np.int32),
+        (LOUD * 2**31).astype(np.int32).tolist(),
+        (LOUD * 2**7 + 2**7).astype(np.uint8),
+    ],
+)
+def test_arrays_of_sounds_have_any_order_and_any_bits(array):
+    (sound,) = decoded(audio={"array": array, "sampling_rate": 16000}).audios
+    np.testing.assert_allclose(sound, LOUD)
+
+
+def test_pictures_are_upright_and_of_eight_bits():
+    held = Image.Exif()
+    held[0x0112] = 6  # turned to the right
+    lying = Image.new("RGB", (32, 16), "red")
+    lying.paste("blue", (0, 0, 16, 16))
+    buffer = io.BytesIO()
+    lying.save(buffer, "JPEG", exif=held)
+    sixteen = Image.fromarray(np.array([[0, 257 * 100, 65535]], dtype=np.uint16))
+    tensor = torch.full((2, 3, 3), 200, dtype=torch.uint8)
+    found = decoded(images=[buffer.getvalue(), Image.open(io.BytesIO(buffer.getvalue())), sixteen, tensor]).images
+    for upright in found[:2]:
+        assert upright.size == (16, 32)
+        assert upright.getpixel((8, 4))[2] > 200 > 50 > upright.getpixel((8, 28))[2]
+    assert np.asarray(found[2])[0, :, 0].tolist() == [0, 100, 255]
+    assert found[3].getpixel((0, 0)) == (200, 200, 200)
+    assert decoded(video=tensor[None]).videos[0].frames.max() == 200
+
+
 @pytest.mark.parametrize(
     ("media", "sentence"),
     [
@@ -152,8 +194,10 @@ def test_sounds_of_another_rate_are_resampled_to_one_channel():
         ({"audio": {"array": [0.0, 0.1]}}, r"has no sampling_rate: give \{'array': …, 'sampling_rate': 16000\}"),
         ({"audio": {"array": [], "sampling_rate": 16000}}, r"has samples of shape \(0,\)"),
         ({"audio": {"array": [np.nan], "sampling_rate": 16000}}, r"has samples that are no numbers"),
+        ({"audio": {"array": [0.1], "sampling_rate": 44100}}, r"has samples of shape \(1,\)"),
         ({"audio": 3}, r"Audio 0 .* is a int, but a sound is a path, the bytes of a file, or an array with its"),
         ({"video": {"frames": [RED]}}, r"Video 0 .* has frames without fps: give \{'frames': \[…\], 'fps': 2.0\}"),
+        ({"video": {"frames": [RED], "fps": np.nan}}, r"Video 0 .* has frames without fps"),
         ({"video": np.zeros((4, 8, 8), np.uint8)}, r"has frames of shape \(4, 8, 8\), but they are \(frames, height"),
         ({"video": [RED, Image.new("RGB", (4, 4))]}, r"has frames of 2 sizes"),
         ({"video": "no.mp4"}, r"Video 0 of row 7 of train_dataset is the file no.mp4, which does not exist"),
