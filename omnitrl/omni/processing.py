@@ -139,12 +139,26 @@ class OmniProcessor:
                     f"{_sentence(row.where)} has media ({', '.join(row.kinds)}), but processing_class is a tokenizer: "
                     "give the processor of the model, AutoProcessor.from_pretrained(…)."
                 )
-            return RowInputs(self.processing_class(text=text)["input_ids"])
+            return RowInputs(self.processing_class(text=text, **self._specials(row, text))["input_ids"])
+        for kind in ("image", "video"):
+            if kind in row.kinds and getattr(self.processing_class, f"{kind}_processor", None) is None:
+                raise InputError(
+                    f"{_sentence(row.where)} has {kind}s, but the model's processor takes none: leave it out."
+                )
         decoded = self.decoded(row) if decoded is None else decoded
-        return self._split(self._processed(row, text, decoded), decoded)
+        processed = self._processed(row, text, decoded)
+        self._check_heard(row, processed.get("feature_attention_mask"), decoded.audios)
+        return self._split(processed, decoded)
+
+    def _specials(self, row: OmniRow, text: str) -> dict[str, bool]:
+        """The option that keeps a tokenizer from beginning a text once more that the chat template has begun."""
+        tokenizer: Any = self.processing_class if self._is_tokenizer else self.processing_class.tokenizer
+        begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        whole = begun or (self._is_tokenizer and not isinstance(row.messages, str))
+        return {"add_special_tokens": False} if whole else {}
 
     def _processed(self, row: OmniRow, text: str, decoded: Decoded) -> Mapping[str, Any]:
-        given: dict[str, Any] = {"text": [text]}
+        given: dict[str, Any] = {"text": [text], **self._specials(row, text)}
         if decoded.images:
             given["images"] = decoded.images
         if decoded.audios:
@@ -161,6 +175,17 @@ class OmniProcessor:
                 f"{_sentence(row.where)}: {type(self.processing_class).__name__} refuses its {kinds} ({error}). Its "
                 f"media are {_described(decoded)}; change or leave out the row."
             ) from error
+
+    def _check_heard(self, row: OmniRow, frames: Any, sounds: Sequence[np.ndarray]) -> None:
+        """Raises for a sound of which the processor has cut off the end, as that of Qwen2.5-Omni does."""
+        for i, sound in enumerate(sounds if frames is not None else ()):
+            heard = int(torch.as_tensor(frames[i]).sum() + 1) * self._extractor.hop_length
+            if heard < len(sound):
+                rate = self._extractor.sampling_rate
+                raise InputError(
+                    f"Audio {i} of {row.where} is {len(sound) / rate:.0f} seconds long, of which "
+                    f"{type(self.processing_class).__name__} takes {heard / rate:.0f}: cut it, or leave the row out."
+                )
 
     def _split(self, processed: Mapping[str, Any], decoded: Decoded) -> RowInputs:
         media, token_fields = {}, {}

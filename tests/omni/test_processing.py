@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from omnitrl.errors import InputError
 from omnitrl.omni import OmniProcessor, VideoLimits, collate, pad_token_fields, read_row
@@ -117,6 +118,44 @@ def test_a_picture_that_the_processor_refuses(processor):
         InputError, match=r"Row 3 of train_dataset: TinyOmniProcessor refuses its image \(.*aspect ratio"
     ):
         processor(row)
+
+
+def test_a_sound_that_the_processor_cuts_off():
+    sound = {"array": np.full(31 * tiny.RATE, 0.1), "sampling_rate": tiny.RATE}
+    row = read_row(chats.chat("x", audios=[chats.tone(300), sound]), "row 3 of train_dataset")
+    assert OmniProcessor(tiny.processor())(row).media["feature_attention_mask"].sum() == 3200
+    with pytest.raises(
+        InputError, match=r"Audio 1 of row 3 .* is 31 seconds long, of which TinyOmni25Processor takes 30: cut"
+    ):
+        OmniProcessor(tiny.processor(tiny.TinyOmni25Processor))(row)
+
+
+def test_a_processor_that_takes_no_videos_does_not_leave_them_out():
+    blind = tiny.vision_language_processor()
+    blind.video_processor = None
+    with pytest.raises(InputError, match=r"Row 1 has videos, but the model's processor takes none"):
+        OmniProcessor(blind)(read_row(chats.chat("x", videos=[chats.clip("red", "blue")]), "row 1"))
+
+
+def beginning(tokenizer):
+    """The tokenizer, which begins a text with a token, with a chat template that does so as well."""
+    begin = tokenizer.unk_token
+    special = [(begin, tokenizer.unk_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=special)
+    tokenizer.bos_token = begin
+    tokenizer.chat_template = "{{ bos_token }}" + tiny.CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_a_text_that_the_chat_template_has_begun_is_not_begun_again():
+    tokenizer, processor = beginning(tiny.tokenizer()), tiny.vision_language_processor()
+    processor.chat_template = beginning(processor.tokenizer).chat_template
+    row, begin = read_row(chats.ROWS["text"][0]), tokenizer.bos_token_id
+    for processing_class in (tokenizer, processor):
+        assert OmniProcessor(processing_class)(row).input_ids.count(begin) == 1
+    assert OmniProcessor(tokenizer)(read_row({"prompt": "2 + 2"})).input_ids[0] == begin
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE  # as Transformers does it, chats have what the template writes
+    assert OmniProcessor(tokenizer)(row).input_ids.count(begin) == 0
 
 
 def test_a_tokenizer_takes_text_alone():
