@@ -147,7 +147,13 @@ def _answer(value: Any, name: str, prompt: OmniRow, where: str) -> list[Message]
             "shows to the prompt, or leave the row out."
         )
     placed = place_media(value, {}, f"{name} of {where}").messages
-    return [{**message, "content": _text(message)} for message in placed if isinstance(message, dict)]
+    answer = [{**message, "content": _text(message)} for message in placed if isinstance(message, dict)]
+    if answer[0]["role"] in ("system", "user"):
+        raise InputError(
+            f"{_sentence(where)} has a {name} that begins with the role {answer[0]['role']!r}, as a prompt does: give "
+            "the answer alone, or whole conversations and no column prompt."
+        )
+    return answer
 
 
 def _tools(tools: Any) -> Any:

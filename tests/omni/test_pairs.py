@@ -78,6 +78,10 @@ def test_tools_and_template_options_of_a_row():
             r"Row 3 has a place for audio in rejected",
         ),
         ({"prompt": "2 + 2 = ", "chosen": said("4"), "rejected": "5"}, r"Row 3 has a prompt that is a text and mess"),
+        (
+            {"prompt": USER, "chosen": USER + said("a"), "rejected": USER + said("b")},
+            r"Row 3 has a chosen that begins with the role 'user', as a prompt does: give the answer alone, or whole",
+        ),
         ({"chosen": said("a"), "rejected": said("b")}, r"Row 3 has no prompt, and its chosen and rejected do not beg"),
         ({"prompt": USER, "chosen": [{"role": "assistant"}], "rejected": "b"}, r"Chosen of row 3 has the message"),
         (
