@@ -17,14 +17,19 @@ ANSWER_NORMALISATIONS = ("case", "articles", "punctuation")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s*\{")
 _STATED = re.compile(
-    r"\b(?:answer|choice|option)\b[*_\s]*(?:\bis\b[ \t:*_]*|[:=][ \t*_]*)(?=\S)([^\n]*)", re.IGNORECASE
+    r"\b(?:answer|choice|option)\b[*_\s]*(?:\bis\b[\s:*_]*|[:=][\s*_]*)(?=[^\s:*_])([^\n]*)", re.IGNORECASE
 )
-# A command of LaTeX around a text, \text{B}, and marks of Markdown, **B**.
-_DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}|[*_`$]+")
-_LEADING = re.compile(r"[(\[]?([A-Z])(?:[)\]][.:,]?|[.:])(?=\s|$)")
+# A command of LaTeX around a text, \text{B}, and marks around words, **B** or $5$, but none within, as in x_1 or 2*3.
+_DECORATION = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}|(?<![\w*`$])[*_`$]+|(?<![*_`$])[*_`$]++(?!\w)"
+)
+_LEADING = re.compile(r"[(\[]?([A-Z])(?:[)\]][.:,]?|[.:])(?=\s|$)", re.IGNORECASE)
 _BRACKETED = re.compile(r"[(\[]([A-Z])[)\]]")
-# A letter that stands alone; an article and a pronoun are followed by a small word.
-_LONE = re.compile(r"(?<![\w'’-])(?![AI]\s+[a-z])([A-Z])(?![\w'’-])")
+# A letter that stands alone; an article and a pronoun are followed by a small word, the article by none of these.
+_LONE = re.compile(
+    r"(?<![\w'’-])(?!I\s+[a-z]|A\s+(?!(?:is|was|as|and|or|but|for|if|with|because|since|due|which)\b)[a-z])"
+    r"([A-Z])(?![\w'’-])"
+)
 _ARTICLE = re.compile(r"(?<!\w)(?:a|an|the)\s+(?=\S)", re.IGNORECASE)
 # Characters of scripts that do not part words by spaces, one by one, and words of all others.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
@@ -131,6 +136,7 @@ def normalised_answer(text: str, ignore: Sequence[str] = ANSWER_NORMALISATIONS) 
     if "case" in ignore:
         text = text.casefold()
     if "punctuation" in ignore:
+        text = _undecorated(text)
         text = "".join(" " if _is_punctuation(text, i) else text[i] for i in range(len(text)))
     text = " ".join(text.split())
     return _ARTICLE.sub("", text) if "articles" in ignore else text
@@ -226,4 +232,4 @@ def _named(text: str, choices: Sequence[str] | None, letters: Sequence[str]) -> 
     if plain and same:
         return letters[same[0]]
     leading = _LEADING.match(text)
-    return leading[1] if leading is not None and leading[1] in letters else None
+    return leading[1].upper() if leading is not None and leading[1].upper() in letters else None

@@ -29,7 +29,7 @@ Column = Sequence[Any] | None
 LogExtra = Callable[[str, list[Any]], None] | None
 
 _MATCHES = ("exact", "contains", "words")
-_DELIMITERS = re.compile(r"\$+|\\[()\[\]]")  # of LaTeX in a text
+_DELIMITERS = re.compile(r"\\?\$+|\\[()\[\]]")  # of LaTeX in a text, and dollars
 _WARNED: set[str] = set()
 
 
@@ -43,9 +43,10 @@ class AnswerReward:
 
     The answer of a completion is what stands behind `</think>` and, in this order, between the last
     `<answer>…</answer>`, in the last `\boxed{…}`, behind the last `answer:`, `answer is` or `choice is` up to the
-    end of its line, or all of it. The right one is the dataset's column `answer`, and in rows where that is `None`,
-    `solution`; a list holds several, of which the best counts. A solution that ends in `#### 72`, as those of GSM8K
-    do, means what stands there. A row without any, or with nothing to compare in it, has no reward (`None`).
+    end of its line, or the next line where that is its end, or all of it. The right one is the dataset's column
+    `answer`, and in rows where that is `None`, `solution`; a list holds several, of which the best counts. A solution
+    that ends in `#### 72`, as those of GSM8K do, means what stands there. A row without any, or with nothing to
+    compare in it, has no reward (`None`).
 
     Range 0 or 1, with `match="words"` [0, 1].
 
@@ -244,11 +245,11 @@ def multiple_choice_reward(
     In what stands behind `</think>`, the choice is, in this order,
 
     1. what stands between the last `<answer>…</answer>`, in the last `\boxed{…}`, or behind the last `answer:`,
-       `answer is` or `choice is` up to the end of its line: a letter (`B`, `b`, `(B)`, `B. a dog`), or the text of one
-       of the choices;
+       `answer is` or `choice is` up to the end of its line, or the next line where that is its end: a letter (`B`,
+       `b`, `(B)`, `B. a dog`), or the text of one of the choices;
     2. a text that is nothing but a letter, begins with one (`(B) a dog`, `B: a dog`), or is that of a choice;
-    3. the last letter in brackets, or else the last capital letter that stands alone. `A` and `I` before a small word
-       are none.
+    3. the last letter in brackets, or else the last capital letter that stands alone. `I` before a small word is none,
+       nor is `A`, unless that is one which follows no article, such as `is` or `because`.
 
     Letters beyond the number of `choices` are no letters. Of several letters within the first kind, without one at the
     beginning, none counts.
@@ -339,7 +340,7 @@ def math_answer_reward(
     from trl.rewards import accuracy_reward
 
     messages = [[{"role": "assistant", "content": _in_latex(text)}] for text in check_texts(completions)]
-    wanted = ["" if one is None else _short(one) for one in right]
+    wanted = ["" if one is None else _short(one).replace(r"\$", "") for one in right]
     values = accuracy_reward(messages, wanted, log_extra=_without("solution", log_extra))
     for value, one in zip(values, right, strict=True):
         if value is None and one is not None:
@@ -489,11 +490,11 @@ def _short(answer: Any) -> str:
 def _in_latex(text: str) -> str:
     r"""A completion behind its thoughts; the answer between tags alone, and in `\boxed`."""
     text = without_thinking(text)
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE)
     if not tagged:
         return text
     last = tagged[-1].strip()
-    return last if r"\boxed" in last else rf"\boxed{{{_DELIMITERS.sub('', last)}}}"
+    return last if r"\boxed" in last else rf"\boxed{{{_DELIMITERS.sub('', last).rstrip('. ')}}}"
 
 
 def _without(column: str, log_extra: LogExtra) -> LogExtra:

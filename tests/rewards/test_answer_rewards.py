@@ -48,6 +48,11 @@ def warnings_of_their_own(monkeypatch):
         ("The answer is b", "B"),
         ("the correct choice is **(B)**.", "B"),
         ("Answer: B because C is wrong", "B"),
+        ("Answer: (b) a dog", "B"),
+        ("b) a dog", "B"),
+        ("Is the answer A?\n\n**Answer:**\n\nB", "B"),
+        ("The answer is:\n\n**B**", "B"),
+        ("B, so that is my answer:", "B"),
         ("Answer: A or perhaps\nAnswer: B", "B"),
         (r"so \boxed{B}", "B"),
         (r"so \boxed{\text{B}}", "B"),
@@ -80,6 +85,7 @@ def test_right_choices_as_letters_numbers_and_texts():
     score = multiple_choice_reward(["B"] * 6, answer=right, choices=[CHOICES] * 6)
     assert score == [1.0, 1.0, 1.0, 1.0, 0.0, None]
     assert multiple_choice_reward(["B", "Z"], solution=["B", "C"]) == [1.0, 0.0]
+    assert multiple_choice_reward(["The answer is $6."], answer=["(b) $6"], choices=[["$5", "$6"]]) == [1]
     assert multiple_choice_reward(["B"], answer=["dog"], choices=[{"text": ["cat", "dog"], "label": ["1", "2"]}]) == [
         1
     ]
@@ -92,6 +98,13 @@ def test_a_right_choice_that_is_none_is_no_wrong_answer(caplog):
     assert [record.message for record in caplog.records] == [
         "The right choice 'E' is not among the 4 choices: such rows have no reward. This is said once."
     ]
+
+
+@pytest.mark.parametrize(
+    "text", ["A is correct", "The answer is A because B is wrong.", "It is A since I see two", "Answer: A and not B"]
+)
+def test_a_letter_that_is_also_an_article(text):
+    assert choice_of(text, CHOICES) == "A"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +129,13 @@ def test_a_right_choice_that_is_none_is_no_wrong_answer(caplog):
         ("A", "a", 1, 1, 1),
         ("狗在叫", "狗叫", 0, 0, 0.5),
         ("a hen", ["cat", "hen"], 1, 1, 1),
+        ("**Answer:**\n\n42", "42", 1, 1, 1),
+        ("The answer is:\n$$42$$", "42", 1, 1, 1),
+        ("The answer is $3.", "$3", 1, 1, 1),
+        ("<answer>$3$</answer>", "3", 1, 1, 1),
+        ("The answer is `snake_case`.", "snake_case", 1, 1, 1),
+        ("The answer is 2*3", "23", 0, 0, 0),
+        (r"<answer>\text{dog}</answer>", "dog", 1, 1, 1),
     ],
 )
 def test_answers_as_texts(text, right, exact, contains, words):
@@ -160,6 +180,8 @@ def test_a_right_answer_without_characters_is_none(caplog):
         ("<think>3</think><answer>1/2</answer>", "0.5", 1),
         (r"<answer>$x + 1$</answer>", "$1 + x$", 1),
         (r"<answer>\boxed{7}</answer>", 7, 1),
+        ("<Answer>$7$.</Answer>", 7, 1),
+        (r"<answer>\$7</answer>", r"\$7", 1),
         (r"\boxed{7}", "3 + 4 is seven.\n#### 7", 1),
         (r"<think>\boxed{7}</think>", "7", 0),
         (r"<think>\boxed{7}", "7", 0),
