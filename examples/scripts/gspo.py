@@ -53,6 +53,7 @@ checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass, field
+from string import ascii_uppercase
 from typing import Any
 
 from omnitrl import GSPOConfig
@@ -96,7 +97,9 @@ def chat_of(row: dict[str, Any], question_column: str, instruction: str) -> dict
         instruction (`str`):
             What is asked.
     """
-    choices = [f"{letter}. {choice}" for letter, choice in zip("ABCDEFGHIJ", row.get("choices") or [], strict=False)]
+    given = row.get("choices") or []
+    texts = given["text"] if isinstance(given, dict) else given  # ARC has a dictionary, with labels
+    choices = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, texts, strict=False)]
     text = "\n".join([row[question_column], *choices, instruction])
     return {"prompt": [{"role": "user", "content": text}]}
 

@@ -54,9 +54,12 @@ def test_experts_and_all_weights():
 
 
 def test_a_question_becomes_a_chat():
-    row = {"question": "Which animal?", "choices": ["a cat", "a dog"], "images": ["0.png"]}
-    (message,) = script.chat_of(row, "question", "Say the letter.")["prompt"]
-    assert message == {"role": "user", "content": "Which animal?\nA. a cat\nB. a dog\nSay the letter."}
+    for choices in (["a cat", "a dog"], {"text": ["a cat", "a dog"], "label": ["1", "2"]}):
+        row = {"question": "Which animal?", "choices": choices, "images": ["0.png"]}
+        (message,) = script.chat_of(row, "question", "Say the letter.")["prompt"]
+        assert message == {"role": "user", "content": "Which animal?\nA. a cat\nB. a dog\nSay the letter."}
+    many = {"question": "Which?", "choices": list(range(12))}
+    assert "\nL. 11\nSay it." in script.chat_of(many, "question", "Say it.")["prompt"][0]["content"]
 
 
 def test_a_column_of_questions_that_there_is_not():
