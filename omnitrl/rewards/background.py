@@ -18,6 +18,10 @@ from .contract import Reward
 from .results import Answer, ask, ask_async
 
 
+# Seconds that a process of its own has to import a reward.
+_START_SECONDS = 300.0
+
+
 class Seat(Protocol):
     """Where one call of a reward runs."""
 
@@ -42,6 +46,43 @@ class Lane(Protocol):
 
     def close(self) -> None:
         """Ends the lane. It may be called more than once."""
+
+
+async def call_in(lane: Lane, arguments: dict[str, Any], count: int, timeout: float | None) -> Answer:
+    """
+    One call of a reward in a seat of its own.
+
+    Args:
+        lane ([`Lane`]):
+            Where it runs.
+        arguments (`dict`), count (`int`):
+            What the reward is called with, and for how many rows.
+        timeout (`float`, *optional*):
+            Seconds after which the call is given up; the start of a process is not among them.
+
+    Raises:
+        `TimeoutError`: there is no answer.
+        `Exception`: of the reward.
+    """
+    seat, finished = lane.reserve(), False
+    try:
+        if not seat.ready.done():
+            await asyncio.wait_for(asyncio.wrap_future(seat.ready), _START_SECONDS)
+        seat.ready.result()
+        future = asyncio.wrap_future(seat.start(arguments, count))
+        try:
+            await asyncio.wait({future}, timeout=timeout)
+            finished = future.done()
+            if not finished:
+                raise TimeoutError(f"no answer within timeout={timeout} s")
+            if future.cancelled():
+                raise RuntimeError("the call was cancelled from within")
+            return future.result()
+        finally:
+            if not finished:
+                future.cancel()
+    finally:
+        lane.release(seat, abandoned=not finished)
 
 
 def done() -> "Future[None]":

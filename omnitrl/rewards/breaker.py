@@ -101,7 +101,7 @@ class Breaker:
             except (RewardError, ImportError):
                 raise
             except Exception as error:
-                failures += 1
+                failures += outage is None or outage.over.is_set()  # while it is away, it is asked and not tried
                 if not await self._goes_on(error, failures):
                     raise
             else:

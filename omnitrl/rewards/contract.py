@@ -113,7 +113,7 @@ class Reward:
         Raises:
             [`~omnitrl.errors.InputError`]: there is no such device.
         """
-        model: Any = self.function
+        model: Any = _unwrap_partial(self.function)
         try:
             if callable(getattr(model, "to", None)):
                 model.to(device)

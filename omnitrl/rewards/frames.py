@@ -93,9 +93,7 @@ def framewise(reward: "str | RewardFunc", frames: "str | int | slice" = "all", r
     score.__name__ = f"{inner.name}_frames"
     score.__signature__ = _signature(inner)  # type: ignore[attr-defined]
     score.traits = replace(traits, media=("video",), batch_size=None, in_process=False)  # type: ignore[attr-defined]
-    move = getattr(function, "to", None)
-    if callable(move):  # a model goes to the device that rewards are to run on
-        score.to = move  # type: ignore[attr-defined]
+    score.to = inner.move  # type: ignore[attr-defined] # a model goes to the device that rewards are to run on
     return score
 
 

@@ -3,22 +3,19 @@
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from .background import Lane
+from .background import Lane, call_in
 from .breaker import Breaker
 from .cache import RewardCache, content_key, digest
 from .contract import Reward, RewardError
 from .media import is_broken
 from .results import Answer, Failure, Scores
-
-
-# Seconds that a process of its own has to import a reward.
-_START_SECONDS = 300.0
 
 
 @dataclass(eq=False)
@@ -45,14 +42,13 @@ class Chunk:
     groups: Sequence[Hashable] | None = None
     group_size: int | None = None
     jobs: list["Job"] = field(default_factory=list)
-    digests: dict[tuple[bool, int], bytes | None] = field(default_factory=dict)
+    digests: dict[int, bytes | None] = field(default_factory=dict)
 
-    def digest(self, entry: "Entry", latents: bool) -> bytes | None:
-        """Hash of a row's medium, made once for all rewards."""
-        place = (latents, entry.position)
-        if place not in self.digests:
-            self.digests[place] = digest(entry.medium)
-        return self.digests[place]
+    def digest(self, medium: Any) -> bytes | None:
+        """Hash of a medium, made once for all that are shown it: of one row, some see a video and some its sound."""
+        if id(medium) not in self.digests:  # all media of a chunk exist before the first is let go
+            self.digests[id(medium)] = digest(medium)
+        return self.digests[id(medium)]
 
 
 @dataclass(eq=False)
@@ -240,10 +236,9 @@ class RewardQueue:
         self._on_change()
 
     def _make_keys(self, job: Job) -> None:
-        latents = self.reward.traits.media == ("latents",)
         for entry in job.entries:
             row = {name: entry.row.get(name) for name in ("prompt", *job.chunk.columns)}
-            entry.key = content_key(self.reward, job.chunk.digest(entry, latents), row)
+            entry.key = content_key(self.reward, job.chunk.digest(entry.medium), row)
 
     def _admit(self, job: Job, entries: Sequence[Entry]) -> None:
         if self.reward.traits.groupwise:
@@ -285,6 +280,8 @@ class RewardQueue:
             self._fresh += 1
             self._calls.add(call)
             call.task = asyncio.get_running_loop().create_task(self._serve(call))
+            # Not in a `finally` of the task, which one that is cancelled before it has begun would not come to.
+            call.task.add_done_callback(functools.partial(self._end, call))
 
     def _next_entries(self) -> list[Entry]:
         entries, most = list(self._pending.popleft()), self.reward.traits.batch_size
@@ -296,47 +293,25 @@ class RewardQueue:
         """Calls the reward until it answers or the attempts are used up, and hands the answer out."""
         try:
             answer = await self._breaker.run(lambda: self._attempt(call))
-        except asyncio.CancelledError:
-            raise
         except (RewardError, ImportError) as error:
             self._break_off(call, error)
         except Exception as error:
             self._fail(call, error)
         else:
             self._hand_out(call, answer)
-        finally:
-            self._calls.discard(call)
-            self._tried(call)
-            self._on_change()
+
+    def _end(self, call: _Call, task: asyncio.Task[None]) -> None:
+        """Nothing more is to be done for a call, whatever came of it."""
+        self._calls.discard(call)
+        self._tried(call)
+        self._on_change()
 
     async def _attempt(self, call: _Call) -> Answer:
         try:
             async with self._slots or contextlib.nullcontext():
-                return await self._ask(call)
+                return await call_in(self.lane, self._arguments(call.entries), len(call.entries), self._timeout)
         finally:
             self._tried(call)
-
-    async def _ask(self, call: _Call) -> Answer:
-        """One call in its seat, within the time-out."""
-        seat, finished = self.lane.reserve(), False
-        try:
-            if not seat.ready.done():
-                await asyncio.wait_for(asyncio.wrap_future(seat.ready), _START_SECONDS)
-            seat.ready.result()
-            future = asyncio.wrap_future(seat.start(self._arguments(call.entries), len(call.entries)))
-            try:
-                await asyncio.wait({future}, timeout=self._timeout)
-                finished = future.done()
-                if not finished:
-                    raise TimeoutError(f"no answer within timeout={self._timeout} s")
-                if future.cancelled():
-                    raise RuntimeError("the call was cancelled from within")
-                return future.result()
-            finally:
-                if not finished:
-                    future.cancel()
-        finally:
-            self.lane.release(seat, abandoned=not finished)
 
     def _arguments(self, entries: Sequence[Entry]) -> dict[str, Any]:
         """Columns of the rows, in lists of their own: a reward that sorts or pops them does so to no other's."""

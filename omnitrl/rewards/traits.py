@@ -109,11 +109,15 @@ def groupwise(function: F) -> F:
 
 
 def traits_of(function: Any) -> RewardTraits:
-    """The traits of a reward, the usual ones where it states none; those of the function within a `partial`."""
-    while isinstance(function, functools.partial):
+    """
+    The traits of a reward: its own, else those of the function within a `partial`, or of the method that an object is
+    called by; the usual ones where none are stated.
+    """
+    while isinstance(function, functools.partial) and not hasattr(function, "traits"):
         function = function.func
-    traits = getattr(function, "traits", NO_TRAITS)
-    return traits if isinstance(traits, RewardTraits) else NO_TRAITS
+    method = getattr(function, "forward", type(function).__call__)  # a module's __call__ hands everything to forward
+    found = (getattr(one, "traits", None) for one in (function, method))
+    return next((traits for traits in found if isinstance(traits, RewardTraits)), NO_TRAITS)
 
 
 def differentiable_as(form: Callable[..., Any]) -> Callable[[F], F]:

@@ -405,10 +405,23 @@ def test_a_call_that_hangs_is_given_up():
         return [1.0]
 
     with serving(hanging, timeout=0.2) as url:
-        with pytest.raises(RuntimeError, match=r"500: TimeoutError: the reward gave no answer within timeout=0\.2 s"):
+        with pytest.raises(RuntimeError, match=r"500: TimeoutError: no answer within timeout=0\.2 s"):
             ask(RemoteReward(url), prompts=["hang"])
         assert ask(RemoteReward(url), prompts=["go on"]) == [1.0]
     hang.set()
+
+
+def test_a_call_that_cancels_itself_is_answered_and_others_too():
+    async def cancels(prompts, **kwargs):
+        if prompts[0] == "cancel":
+            raise asyncio.CancelledError
+        return [1.0]
+
+    with serving(cancels, max_concurrency=1) as url:
+        reward = RemoteReward(url, timeout=5)
+        with pytest.raises(RuntimeError, match="500: RuntimeError: the call was cancelled from within"):
+            ask(reward, prompts=["cancel"])
+        assert ask(reward, prompts=["go on"]) == [1.0]
 
 
 def test_calls_of_an_asynchronous_reward_overlap_up_to_a_bound():

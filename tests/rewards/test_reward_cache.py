@@ -40,6 +40,23 @@ def test_equal_media_and_columns_are_asked_about_once():
     assert calls == [["a", "b"], ["a"]]
 
 
+def test_the_sound_of_a_video_is_another_medium_than_the_video():
+    films = [Video(np.full((2, 2, 2, 3), level, np.uint8), 8.0, Audio(np.ones((1, 4)), 4)) for level in (1, 2)]
+
+    @reward_traits(media="audio", deterministic=True)
+    def loud(completions):
+        return [float(sound.samples.max()) for sound in completions]
+
+    @reward_traits(media="video", deterministic=True)
+    def bright(completions):
+        return [float(film.frames.max()) for film in completions]
+
+    with RewardRunner([loud, bright], cache_size=10) as runner:
+        found = [score(runner, "a", completions=[film]) for film in films]
+    assert [batch.rewards.tolist() for batch in found] == [[[1, 1]], [[1, 2]]]
+    assert found[1].metrics["rewards/loud/cached"] == 1
+
+
 def test_columns_that_the_reward_does_not_take_do_not_matter():
     calls = []
     with RewardRunner(red(calls), cache_size=10) as runner:

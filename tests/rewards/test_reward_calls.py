@@ -2,6 +2,7 @@
 """How a reward is called is how it asks to be: kinds of media, latents, groups, batches, processes, device."""
 
 import asyncio
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -17,7 +18,7 @@ from torch import nn
 
 from omnitrl.errors import InputError
 from omnitrl.media import Audio, Video
-from omnitrl.rewards import RewardError, RewardRunner, RewardTraits, groupwise, reward_traits
+from omnitrl.rewards import RewardError, RewardRunner, RewardTraits, framewise, groupwise, reward_traits
 from tests.rewards.process_rewards import lengths
 from tests.rewards.runner_helpers import NAN, length, rows, score
 
@@ -227,6 +228,40 @@ def test_what_is_discarded_leaves_no_half_of_a_group():
         assert runner.collect().rewards[:, 0].tolist() == [1, 0]
 
 
+class Ranks:
+    @groupwise
+    def __call__(self, completions, **kwargs):
+        return ranks(completions)
+
+
+class RanksModule(nn.Module):
+    @groupwise
+    def forward(self, completions):
+        return ranks(completions)
+
+
+@pytest.mark.parametrize(
+    "reward", [groupwise(functools.partial(length)), functools.partial(ranks), Ranks(), RanksModule()]
+)
+def test_a_decorator_counts_wherever_it_stands(reward):
+    with RewardRunner(reward) as runner:
+        assert len(runner.groupwise) == 1
+
+
+def test_what_is_discarded_before_it_has_begun_keeps_no_place():
+    """Calls that are given up in the moment in which they are made."""
+    with RewardRunner(length) as runner:
+        for _ in range(30):
+            runner.submit(rows("a"), [1])
+            runner.discard()
+        runner.submit(rows("a"), [1])
+        found = []
+        waiting = threading.Thread(target=lambda: found.append(runner.collect()), daemon=True)
+        waiting.start()
+        waiting.join(5)
+    assert [batch.rewards.tolist() for batch in found] == [[[1]]]
+
+
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +361,10 @@ def test_models_are_moved_if_asked_to():
         assert (module.weight.device.type, movable.device) == ("cpu", None)
     RewardRunner([module, movable, lazy, length], device="meta").close()
     assert (module.weight.device.type, movable.device, lazy.device) == ("meta", "meta", torch.device("meta"))
+    within = Lazy(), Movable(), Lazy(), Movable()
+    wrapped = [framewise(within[0]), framewise(within[1]), functools.partial(within[2]), functools.partial(within[3])]
+    RewardRunner([*wrapped, framewise(length)], device="meta").close()
+    assert [str(reward.device) for reward in within] == ["meta"] * 4
     with pytest.raises(InputError, match=r"'Placed' cannot be moved to device='cuda:99' .*use 'cpu'"):
         RewardRunner(Placed(), device="cuda:99")
 

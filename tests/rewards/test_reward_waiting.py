@@ -10,6 +10,7 @@ import time
 import pytest
 
 from omnitrl.rewards import RewardError, RewardRunner, RewardUnavailable, groupwise
+from omnitrl.rewards.breaker import Breaker
 from tests.rewards.runner_helpers import length, rows, score
 
 
@@ -109,6 +110,26 @@ def test_patience_has_an_end_and_is_not_had_again():
         service.back = 0
         assert score(runner, "5").rewards.tolist() == [[5.0]]
         assert service.calls == calls + 2
+
+
+def test_waiting_uses_up_no_retries():
+    """One call finds the reward back; the other, which waited as long, is then tried as often as any."""
+    asked = []
+
+    async def attempt(call):
+        asked.append(call)
+        if len(asked) <= 5:
+            raise AWAY
+        if asked.count("second") == 3:
+            raise ValueError("a slip")
+        return call
+
+    async def both():
+        breaker = Breaker("scorer", max_retries=1, retry_wait=0.001, max_wait=30)
+        return await asyncio.gather(*(breaker.run(lambda call=call: attempt(call)) for call in ("first", "second")))
+
+    assert asyncio.run(both()) == ["first", "second"]
+    assert asked == ["first", "first", "second", "first", "second", "first", "second", "second"]
 
 
 def test_a_reward_that_fails_again_and_again_is_asked_less():

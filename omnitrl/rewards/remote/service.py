@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omnitrl.errors import InputError, RunError
-from omnitrl.rewards.background import LoopThread
+from omnitrl.rewards.background import LoopThread, call_in
 from omnitrl.rewards.contract import RUNNER_ARGUMENTS, Reward, RewardFunc, RewardUnavailable, callable_name
 from omnitrl.rewards.processes import lane_of
 from omnitrl.rewards.results import Answer
@@ -211,20 +211,7 @@ class RewardService:
     async def _call(self, columns: dict[str, list[Any]], state: Any, count: int, whole: Answer) -> None:
         """Calls the reward once, and adds what it says to the answer so far."""
         arguments = {"prompts": [""] * count, **columns, "trainer_state": state}
-        seat = self._lane.reserve()
-        future: asyncio.Future[Answer] | None = None
-        try:
-            await asyncio.wrap_future(seat.ready)
-            future = asyncio.wrap_future(seat.start(arguments, count))
-            await asyncio.wait({future}, timeout=self._timeout)
-            if not future.done():
-                raise TimeoutError(f"the reward gave no answer within timeout={self._timeout} s")
-            answer = future.result()
-        finally:
-            abandoned = future is not None and not future.done()
-            if future is not None:
-                future.cancel()
-            self._lane.release(seat, abandoned)
+        answer = await call_in(self._lane, arguments, count, self._timeout)
         before = len(whole.values)
         whole.values.extend(answer.values)
         for name, numbers in answer.metrics.items():
