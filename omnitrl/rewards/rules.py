@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from omnitrl.errors import InputError
 
+from .answer_texts import completion_text
 from .media import sizes
 from .ocr import read_text
 from .traits import RewardTraits
@@ -182,7 +183,7 @@ class TextLengthReward:
 
         Args:
             completions (`list`):
-                Strings, or images with text in them.
+                Strings, lists of messages, of which the last one counts, or images with text in them.
             text_length (`list[int]`, *optional*):
                 The dataset's column of wanted lengths.
             **kwargs:
@@ -192,11 +193,11 @@ class TextLengthReward:
             `list[float | None]`: one number per row, `None` where no length is asked for.
         """
         asked = _filled(text_length, self.target, len(completions))
-        images = [i for i, completion in enumerate(completions) if not isinstance(completion, str)]
-        texts = list(completions)
-        for i, text in zip(images, read_text([completions[i] for i in images]) if images else [], strict=True):
-            texts[i] = text
-        return [self._score(row, text, wanted) for row, (text, wanted) in enumerate(zip(texts, asked, strict=True))]
+        texts = [completion_text(completion) for completion in completions]
+        images = [completion for completion, text in zip(completions, texts, strict=True) if text is None]
+        read = iter(read_text(images) if images else [])
+        found = [next(read) if text is None else text for text in texts]
+        return [self._score(row, text, wanted) for row, (text, wanted) in enumerate(zip(found, asked, strict=True))]
 
     def _score(self, row: int, text: str, wanted: float | None) -> float | None:
         if wanted is None:

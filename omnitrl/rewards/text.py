@@ -8,6 +8,8 @@ from typing import Literal
 
 from omnitrl.errors import InputError
 
+from .contract import RewardError
+
 
 # An opening quote, the text, a closing one. Curly quotes are often paired the wrong way round, so any two make a pair.
 _QUOTED = re.compile(
@@ -59,8 +61,18 @@ def quoted_text(prompt: str) -> str | None:
 
 
 def wanted_text(prompt: str, text: str | None) -> str:
-    """What a picture should say: the row's `text`, else what its prompt quotes, else the whole prompt."""
+    """
+    What a picture should say: the row's `text`, else what its prompt quotes, else the whole prompt.
+
+    Raises:
+        [`RewardError`]: the row's `text` is none.
+    """
     if text is not None:
+        if not isinstance(text, str):  # a file of numbers is read as such
+            raise RewardError(
+                f"the column 'text' has the wanted texts, and has {text!r:.80} of type {type(text).__name__}: make it "
+                f"a text, for example {str(text)!r:.80}."
+            )
         return text
     quoted = quoted_text(prompt)
     return prompt if quoted is None else quoted

@@ -136,6 +136,19 @@ def test_texts_are_judged_too():
     assert "Rate how well the text does what was asked for." in content[1]["text"]
 
 
+def test_chats_are_judged_by_their_last_words():
+    prompt = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "?!"}]},
+    ]
+    answer = [{"role": "assistant", "content": "Paris."}]
+    with JudgeServer(lambda request, number: GOOD) as server:
+        assert ask(scorer(server), prompts=[prompt], completions=[answer]) == [0.75]
+    text, question = server.requests[0]["messages"][0]["content"]
+    assert text["text"] == "[Start of the text]\nParis.\n[End of the text]"
+    assert "Asked for: ?!\n" in question["text"]
+
+
 def test_what_was_edited_and_frames_are_shown():
     video = np.zeros((9, 8, 8, 3), dtype=np.uint8)
     with JudgeServer(lambda request, number: GOOD) as server:
@@ -435,6 +448,8 @@ def test_an_endpoint_is_not_guessed(monkeypatch):
         RewardError, match=r"no endpoint: pass base_url='http://localhost:8001/v1', or set OPENAI_BASE"
     ):
         ask(VLMJudge(ScoreTemplate()))
+    with pytest.raises(RewardError, match=r"'localhost:8001/v1' is no URL: give for example 'http://localhost:8001/v"):
+        ask(VLMJudge(ScoreTemplate(), base_url="localhost:8001/v1"))
 
 
 @pytest.mark.parametrize("name", ["judge_ocr", "judge_pairwise", "judge_questions", "judge_score", "judge_yes_no"])

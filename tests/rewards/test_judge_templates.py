@@ -58,6 +58,10 @@ def failure(template, *texts, **known):
         ("**Final Score:** 5", 1.0),
         ("final score is 1/5", 0.0),
         ("Final Score: <4>", 0.75),
+        ("Final Score (1-5): 4", 0.75),
+        ("Final Score (4)", 0.75),
+        ("Final Score: 4 out of 5", 0.75),
+        ("Final Score: 4\n- 2 dogs, as asked", 0.75),
         ("Final Score: 2 at first sight, but then\nFinal Score: 3", 0.5),
         ("<think>Final Score: 1</think>Final Score: 5", 1.0),
         ("Final Score: 1</think>Final Score: 5", 1.0),  # the chat template wrote the opening tag
@@ -75,6 +79,13 @@ def test_a_score_that_is_not_there_is_missing_and_quoted():
     assert long.endswith("x the end', cut off at max_tokens")
     assert len(long) < 300
     assert failure(ScoreTemplate(), None).endswith(": ''")
+
+
+@pytest.mark.parametrize("score", ["3/10", "3 out of 10", "3-4", "3 to 4", "3,5"])
+def test_a_range_and_a_score_of_another_scale_are_missing(score):
+    sentence = failure(ScoreTemplate(), f"Final Score: 2, but no.\nFinal Score: {score}")
+    assert sentence.startswith("the answer has no single number from 1 to 5: 'Final Score: 2, but no.")
+    assert value(ScoreTemplate(low=0, high=10), "Final Score: .5") == pytest.approx(0.05)
 
 
 def test_the_scale_and_the_aspects_are_told():
@@ -185,10 +196,25 @@ def test_a_row_without_questions_has_no_reward():
 
 @pytest.mark.parametrize(
     ("read", "expected"),
-    [("Hello World", 1.0), ('"hello\nworld"', 1.0), ("```\nhellowor1d\n```", 0.9), ("<empty>", 0.0), ("", 0.0)],
+    [
+        ("Hello World", 1.0),
+        ('"hello\nworld"', 1.0),
+        ("“Hello World”", 1.0),
+        ("'Hello World'", 1.0),
+        ("```\nhellowor1d\n```", 0.9),
+        ("<empty>", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_a_transcription_is_compared_with_the_wanted_text(read, expected):
     assert value(OCRTemplate(), read, row=shown('a sign "Hello World"')) == pytest.approx(expected)
+
+
+def test_quotes_that_are_wanted_count():
+    row = shown("a sign", text="'OPEN'")
+    assert [value(OCRTemplate(), text, row=row) for text in ("'OPEN'", "OPEN")] == [1.0, pytest.approx(2 / 3)]
+    with pytest.raises(InputError, match="strip='tabs' must be"):
+        OCRTemplate(strip="tabs")
 
 
 def test_the_judge_is_not_told_the_wanted_text():
@@ -229,6 +255,14 @@ def test_a_comparison_without_an_answer_is_left_out():
     assert verdict.values[:2] == [1.0, 0.0]
     assert str(verdict.values[2]).startswith("the answer has none of a, b, tie where it should: 'Well…'")
     assert verdict.metrics == {}
+
+
+def test_a_tie_is_no_a_and_two_names_are_no_answer():
+    rows = [shown(), shown()]
+    tie = PairwiseTemplate(both_orders=False).verdict(rows, [Answer("Answer: a tie")])
+    assert tie.values == [0.5, 0.5]
+    both = PairwiseTemplate(both_orders=False).verdict(rows, [Answer("Answer: A or B, I cannot say")])
+    assert all(isinstance(found, AnswerError) for found in both.values)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,11 @@ def test_the_target_is_the_column_then_the_quotes_then_the_prompt():
     assert ocr_exact_reward(prompts, images) == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
+def test_a_wanted_number_must_be_a_text():
+    with pytest.raises(RewardError, match=r"column 'text' .* has 2024 of type int: make it a text, .* '2024'"):
+        ocr_reward(["a year"], [render("CAT")], text=[2024])
+
+
 def test_an_empty_target_has_no_reward(caplog):
     with caplog.at_level(logging.WARNING):
         scores = ocr_reward(["", 'an empty "" sign', 'a "CAT"'], [render("CAT")] * 3, text=[" ", None, None])

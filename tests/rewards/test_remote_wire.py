@@ -81,6 +81,11 @@ def test_every_value_arrives_as_it_is(value, png):
     assert same(unpack_answer(pack_answer(Answer([0.5], {}, {"column": [value]}))).extras, {"column": [value]})
 
 
+def test_arrays_of_the_other_byte_order_arrive():
+    arrived = unpack_request(pack_request(Request({"column": [np.arange(3, dtype=">f4")]})))
+    assert same(arrived.arguments, {"column": [np.arange(3, dtype="<f4")]})
+
+
 def test_the_comparison_of_these_tests_sees_differences():
     other = [2, 0.1 + 1e-16, np.float64(0.1), noise(2, 3, seed=1), picture("RGB").rotate(180), sound().preview()]
     for one, two in [(1, True), (1, 1.0), ([1], (1,)), *zip(VALUES[2:], other, strict=False)]:

@@ -49,6 +49,11 @@ def test_the_length_of_a_text():
     assert TextLengthReward()(completions=["four"] * 2, text_length=[None, 2]) == [None, 0.0]
 
 
+def test_the_length_of_a_chat_is_that_of_its_last_words():
+    chat = [{"role": "user", "content": "How many legs?"}, {"role": "assistant", "content": "four"}]
+    assert TextLengthReward(target=8)(completions=[chat, "eight"]) == [0.5, 0.625]
+
+
 def test_the_length_of_the_text_in_a_picture():
     assert TextLengthReward(target=3)(completions=[render("CAT"), "CATS", Image.new("RGB", (64, 32), "white")]) == [
         1.0,

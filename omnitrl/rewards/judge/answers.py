@@ -12,6 +12,14 @@ from typing import Any
 _THOUGHTS = re.compile(r"^.*</think>", re.DOTALL)  # a chat template may have written the opening tag
 _FENCE = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
 _QUOTE_LENGTH = 160
+# A note of the scale may stand between, "Final Score (1-5): 4".
+_FINAL_SCORE = re.compile(
+    r"final\s+score(?:\s*\([^()\n]*[^()\s\d.][^()\n]*\))?\W*?(?:is)?\W*?(-?(?:\d+(?:\.\d+)?|\.\d+))", re.IGNORECASE
+)
+# Behind a number: "/ 5" and "out of 5", or a decimal comma and the end of a range.
+_NO_SINGLE_NUMBER = re.compile(
+    r"[ \t*]*(?:/|out\s+of\b)[ \t*]*(?P<scale>\d+(?:\.\d+)?)|,\d|[ \t]*(?:[-–—~]|to\b)[ \t]*\d", re.IGNORECASE
+)
 
 
 class AnswerError(ValueError):
@@ -66,6 +74,22 @@ def number(answer: Answer, pattern: str, low: float, high: float) -> float:
     except (IndexError, TypeError, ValueError):
         raise AnswerError(f"the answer has no number where {pattern!r} looks for one: {answer.quote()}") from None
     return _within(value, low, high, answer)
+
+
+def final_score(answer: Answer, low: float, high: float) -> float:
+    """
+    The number behind the last `Final Score`, with or without `/ high` behind it.
+
+    Raises:
+        [`AnswerError`]: there is none, it is a range or of another scale, or it is outside [low, high].
+    """
+    found = list(_FINAL_SCORE.finditer(answer.text))
+    if not found:
+        raise AnswerError(f"the answer has no number behind 'Final Score': {answer.quote()}")
+    behind = _NO_SINGLE_NUMBER.match(answer.text, found[-1].end())
+    if behind is not None and (behind["scale"] is None or float(behind["scale"]) != high):
+        raise AnswerError(f"the answer has no single number from {low:g} to {high:g}: {answer.quote()}")
+    return _within(float(found[-1][1]), low, high, answer)
 
 
 def json_number(answer: Answer, field: str, low: float, high: float) -> float:

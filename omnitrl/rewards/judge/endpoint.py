@@ -87,8 +87,8 @@ class Endpoint:
         Where it is.
 
         Raises:
-            [`RewardError`]: neither `base_url` nor `OPENAI_BASE_URL` says so. The service of OpenAI is not taken for
-                granted: pictures should not leave the house by accident.
+            [`RewardError`]: neither `base_url` nor `OPENAI_BASE_URL` says so, or what they say is no URL. The service
+                of OpenAI is not taken for granted: pictures should not leave the house by accident.
         """
         url = self.settings.base_url or os.environ.get("OPENAI_BASE_URL")
         if not url:
@@ -96,6 +96,8 @@ class Endpoint:
                 "the judge has no endpoint: pass base_url='http://localhost:8001/v1', or set OPENAI_BASE_URL to it; "
                 "`vllm serve Qwen/Qwen2.5-VL-7B-Instruct --port 8001` starts one."
             )
+        if not url.startswith(("http://", "https://")):  # which a client would take for a server that is away
+            raise RewardError(f"the judge's endpoint {url!r} is no URL: give for example 'http://localhost:8001/v1'.")
         return url
 
     async def ask(self, question: Question, counts: Counts) -> Answer:

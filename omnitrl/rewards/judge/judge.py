@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..answer_texts import completion_text
 from ..contract import RewardError, RewardUnavailable
 from ..traits import RewardTraits
 from .answers import Answer, AnswerError
@@ -106,9 +107,9 @@ class VLMJudge:
 
         Args:
             prompts (`list[str]`):
-                What was asked for.
+                What was asked for, as texts or as lists of messages, of which the last one counts.
             completions (`list`):
-                Images, videos or texts.
+                Images, videos or texts, the latter as strings or as lists of messages.
             log_metric, log_extra (`Callable`, *optional*):
                 Where metrics (`{name}/seconds`, `{name}/tokens`, `{name}/failed_share`) and columns (`{name}_answer`,
                 `{name}_failure`) are recorded.
@@ -162,8 +163,9 @@ class VLMJudge:
         answers = await _together([self._answer(question, counts) for question in asked])
         return self.template.verdict(shown, answers)
 
-    def _shown(self, prompt: str, completion: Any, columns: Mapping[str, Any]) -> Shown:
+    def _shown(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> Shown:
         kind, parts = self._pictures.shown(completion)
+        prompt = completion_text(prompt) or ""  # that of a chat is a list of messages, the last of which asks
         row = Shown(prompt, kind, parts, columns)
         if self.template.source is None:
             return row

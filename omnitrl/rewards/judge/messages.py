@@ -12,6 +12,7 @@ from PIL import Image
 from omnitrl.errors import InputError
 from omnitrl.media import read_picture
 
+from ..answer_texts import completion_text
 from ..contract import RewardError
 from ..frames import frame_indices
 from ..kinds import media_kind
@@ -121,8 +122,9 @@ class Pictures:
         Raises:
             [`RewardError`]: it is neither image, video nor text.
         """
-        if isinstance(completion, str):
-            return "text", [text_part(f"[Start of the text]\n{completion}\n[End of the text]")]
+        text = completion_text(completion)
+        if text is not None:
+            return "text", [text_part(f"[Start of the text]\n{text}\n[End of the text]")]
         kind = media_kind(completion)
         if kind == "image":
             return "image", [self.part(to_pil(completion))]

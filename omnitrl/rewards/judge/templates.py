@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from omnitrl.errors import InputError
 
 from ..contract import RewardError
-from ..text import text_score, wanted_text
-from .answers import Answer, AnswerError, choice, json_number, number, probability
+from ..text import plain_text, text_score, wanted_text
+from .answers import Answer, AnswerError, choice, final_score, json_number, number, probability
 from .messages import Part, Shown, text_part
 
 
@@ -135,7 +135,7 @@ class OCRTemplate(JudgeTemplate):
     """
     The judge transcribes the text in the picture, and [`text_score`] compares it with the wanted one.
 
-    Range [0, 1]. The wanted text is that of [`ocr_reward`]: the column `text`, else what the prompt has in double
+    Range [0, 1]. The wanted text is that of [`ocr_reward`]: the column `text`, else what the prompt has in
     quotes, else the prompt; `None` where it is empty. The judge does not see it, or it would read it into the picture.
 
     Args:
@@ -154,6 +154,10 @@ class OCRTemplate(JudgeTemplate):
     substring: bool = False
     strip: str = "whitespace"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plain_text("", self.strip)  # which refuses an unknown one
+
     def questions_of(self, row: Shown) -> list[Question]:
         return [self.question(row.looked_at(), row.fill(self.text))] if _wanted_text(row) else []
 
@@ -162,7 +166,7 @@ class OCRTemplate(JudgeTemplate):
         if not target:
             return None
         read = answers[0].plain.replace("<empty>", "").strip()
-        if len(read) > 1 and read[0] == read[-1] == '"':
+        if len(read) > 1 and read[0] + read[-1] in _QUOTES and target[0] + target[-1] not in _QUOTES:
             read = read[1:-1]
         return text_score(read, target, substring=self.substring, strip=self.strip)  # type: ignore[arg-type]
 
@@ -225,7 +229,7 @@ class ScoreTemplate(JudgeTemplate):
         if self.structured:
             score = json_number(answers[0], "score", self.low, self.high)
         else:
-            score = number(answers[0], FINAL_SCORE, self.low, self.high)
+            score = final_score(answers[0], self.low, self.high)
         return (score - self.low) / (self.high - self.low)
 
     def _schema(self) -> dict[str, Any] | None:
@@ -473,9 +477,9 @@ class CustomTemplate(JudgeTemplate):
         return (found - self.low) / (self.high - self.low) if self.scaled else found
 
 
-FINAL_SCORE = r"(?i)final\s+score\W*?(?:is)?\W*?(-?\d+(?:\.\d+)?)"
+_QUOTES = ('""', "“”", "„“", "''", "‘’", "«»", "「」")
 YES_OR_NO = r"^\W*(yes|no)\b"
-BETTER = r"answer\W*(A|B|tie)\b"
+BETTER = r"answer\W*(?:a\s+(?=tie\b))?(A|B|tie)\b(?!\s*(?:,|/|or\b|and\b)\s*(?:B|tie)\b)"
 
 _ASPECTS = {
     "image": (

@@ -295,7 +295,8 @@ class _Packer:
 
     def _array(self, array: np.ndarray) -> Any:
         try:
-            tensor = torch.tensor(np.ascontiguousarray(array).reshape(array.shape))
+            native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))  # the only order of PyTorch
+            tensor = torch.tensor(native.reshape(array.shape))
         except TypeError as error:  # of text or objects
             raise InputError(
                 f"is an array of {array.dtype}, which cannot be sent to a reward server: make it a list."
