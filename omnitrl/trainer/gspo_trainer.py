@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import gather, is_peft_model
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
@@ -24,10 +25,12 @@ from omnitrl.omni.processing import OmniProcessor, RowInputs, collate, pad_token
 from omnitrl.omni.rows import MEDIA_COLUMNS, ROW_COLUMN, OmniRow, numbered, read_row, undecoded
 from omnitrl.omni.thinker import check_adapted, has_thinker, load_thinker, media_tokens
 from omnitrl.trainer.gspo_config import GSPOConfig
-from omnitrl.trainer.omni_base import OmniTrainer, check_parted
+from omnitrl.trainer.omni_base import OmniTrainer, check_parted, init_options, remote_options
 from omnitrl.trainer.text_rewards import TextRewards
 from omnitrl.trainer.text_rollouts import ServerRollouts
 
+
+logger = logging.getLogger(__name__)
 
 # What a checkpoint has of a rollout that is not used up, one file for each process.
 _ROLLOUT_FILE = "rollout_{rank}.pt"
@@ -124,6 +127,9 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         loaded, kept = self._loaded(model, args, peft_config, options), args.model_init_kwargs
         if loaded is not model:
             args.model_init_kwargs = None  # used up
+            if processing_class is None:
+                sides = {"truncation_side": "left", "padding_side": "left"}
+                processing_class = AutoProcessor.from_pretrained(model, **sides, **remote_options(args))
         super().__init__(
             model=loaded,
             reward_funcs=None if self._rewards is None else self._rewards.for_trl,
@@ -166,12 +172,12 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
 
     def _loaded(self, model: Any, args: GSPOConfig, peft_config: Any, options: dict[str, Any]) -> Any:
         """The Thinker of a whole checkpoint; what TRL can load or has been loaded is left as it is."""
-        given: dict[str, Any] = {**(args.model_init_kwargs or {})}  # type: ignore[dict-item]
-        remote = {"trust_remote_code": args.trust_remote_code, **given}
-        remote = {key: remote[key] for key in ("trust_remote_code", "revision") if key in remote}
-        if not isinstance(model, str) or not has_thinker(model, **remote):
+        given, remote = init_options(args), remote_options(args)
+        where = model if isinstance(model, str) else model.config._name_or_path
+        compares = args.beta and peft_config is None and not is_peft_model(model)  # then TRL loads `where` again
+        if not (isinstance(model, str) or (compares and where)) or not has_thinker(where, **remote):
             return model
-        if args.beta and peft_config is None:
+        if compares:
             raise InputError(
                 f"beta={args.beta} compares with the model at the start, of which a Thinker that is trained as a "
                 "whole keeps no copy: give a peft_config, whose adapter is turned off for that, or beta=0.0."
@@ -312,6 +318,8 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         if self.environments is not None:
             rows = [{**row, "environments": e} for row, e in zip(rows, self.environments, strict=True)]
         size = self.num_generations if self.model.training else self.num_generations_eval
+        assert size is not None
+        self._rewards.check_whole_groups(len(rows), size, f"a multiple of {size} as per_device_eval_batch_size")
         first = self.accelerator.process_index * len(rows)
         groups = [(first + i) // size for i in range(len(rows))]
         failed, metrics, extras = self._rewards.score(rows, completions, groups, self.state)
@@ -399,16 +407,30 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         micro_steps = (self.args.steps_per_generation or 1) * self.num_iterations
         in_use = None if self._step % micro_steps == 0 else self._buffered_inputs
         path = folder / _ROLLOUT_FILE.format(rank=self.accelerator.process_index)
-        torch.save({"step": self._step, "rollout": in_use}, path)
+        torch.save({"step": self._step, "rollout": in_use, "cut": self._cut}, path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         path = os.path.join(checkpoint, _ROLLOUT_FILE.format(rank=self.accelerator.process_index))
-        if os.path.exists(path):
-            saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        if not os.path.exists(path):
+            return
+        saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        if saved.get("cut", self._cut) == self._cut:
             self._step, self._buffered_inputs = saved["step"], saved["rollout"]
+        elif saved["rollout"] is not None:
+            logger.warning(
+                "The rollout that was in use in %s is left out, since it is cut into other batches than this run has "
+                "(processes, per_device_train_batch_size, steps_per_generation, num_iterations): %s and not %s.",
+                checkpoint, saved["cut"], self._cut,
+            )  # fmt: skip
+
+    @property
+    def _cut(self) -> list[int]:
+        """What says which part of a rollout a process uses at which step."""
+        batch, steps = self.args.per_device_train_batch_size, self.args.steps_per_generation or 1
+        return [self.accelerator.num_processes, batch, steps, self.num_iterations]
 
 
 def _check_size(train_dataset: Any, args: GSPOConfig) -> None:

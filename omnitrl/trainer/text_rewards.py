@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +64,6 @@ class TextRewards:
             return
         self._runner = RewardRunner(
             [given[i] for i in ours],
-            weights=[weights[i] for i in ours],
             max_retries=args.reward_max_retries,
             timeout=args.reward_timeout,
             max_failed_fraction=args.reward_max_failed_fraction,
@@ -74,9 +74,38 @@ class TextRewards:
             raise InputError(
                 "a reward looks at latents, which texts have not: use one of texts, such as 'exact_answer'."
             )
+        self._runner.weights = [weights[i] for i in ours]  # all of them 0 where TRL trains on a model
+        self._runner.watched = [not weight for weight in self._runner.weights]
+        self._check_rollouts(args)
         self.scored = [Scored(name) for name in self._runner.names]
         for i, scored in zip(ours, self.scored, strict=True):
             self.for_trl[i] = scored
+
+    def _check_rollouts(self, args: GSPOConfig) -> None:
+        batch, members = args.per_device_train_batch_size, args.num_generations or 1
+        rows, unit = batch * (args.steps_per_generation or 1), math.lcm(batch, members)
+        fits = -(-rows // unit) * unit * args.world_size
+        cure = f"generation_batch_size={fits} in the place of steps_per_generation={args.steps_per_generation}"
+        self.check_whole_groups(rows, members, cure)
+
+    def check_whole_groups(self, rows: int, members: int, cure: str) -> None:
+        """
+        Raises unless a process writes whole groups, which rewards need that compare the members of one.
+
+        Args:
+            rows (`int`):
+                Answers that a process writes.
+            members (`int`):
+                Of a group.
+            cure (`str`):
+                An option that works, for the sentence.
+        """
+        names = [] if self._runner is None else self._runner.groupwise
+        if names and rows % members:
+            raise InputError(
+                f"reward {names[0]!r} compares the members of a group, which must then be written by one process, but "
+                f"{rows} answers a process are no whole groups of {members}: use {cure}."
+            )
 
     def score(
         self, rows: Sequence[dict[str, Any]], completions: Sequence[Any], groups: Sequence[int], state: Any

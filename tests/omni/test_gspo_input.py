@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3ForSequenceClassification
 from trl import GRPOConfig
 
 from omnitrl.errors import InputError
-from omnitrl.rewards import RewardError
+from omnitrl.rewards import RewardError, groupwise
 from omnitrl.trainer.gspo_config import GSPOConfig
 from tests.omni import chats, tiny
 
@@ -131,6 +131,33 @@ def test_a_model_as_reward_beside_a_function(tmp_path):
     both = metrics["rewards/judge/mean"][0] + 0.5 * metrics["rewards/vowels/mean"][0]
     assert metrics["reward"] == [pytest.approx(both, abs=1e-5)]
     assert rewards == [judge, chats.vowels]  # the list of the caller
+
+
+def test_a_watched_function_beside_a_model(tmp_path):
+    judge = Qwen3ForSequenceClassification(tiny.language_model().config)
+    given = {"reward_weights": [1.0, 0.0], "reward_processing_classes": [tiny.tokenizer(), None]}
+    trained = text_trainer(tmp_path, [judge, chats.vowels], **given)
+    assert trained._rewards._runner.watched == [True]
+    with pytest.raises(InputError, match="at least one of them not 0"):
+        text_trainer(tmp_path, [judge, chats.vowels], **given | {"reward_weights": [0.0, 0.0]})
+
+
+def test_groups_that_are_compared_are_whole_on_each_process(tmp_path, monkeypatch):
+    compared = groupwise(lambda completions, **kwargs: [0.0] * len(completions))
+    trained = text_trainer(
+        tmp_path, compared, per_device_train_batch_size=2, steps_per_generation=2, num_generations=4
+    )
+    trained.model.eval()
+    trained.num_generations_eval, trained._given = 3, [{}] * 2
+    with pytest.raises(
+        InputError, match=r"2 answers a process are no whole groups of 3: use a multiple of 3 as per_dev"
+    ):
+        trained._calculate_rewards([{"prompt": ""}] * 2, [""] * 2, [""] * 2, [[0]] * 2)
+    monkeypatch.setattr(GSPOConfig, "world_size", 2)
+    with pytest.raises(
+        InputError, match=r"reward 'lambda' .* no whole groups of 4: use generation_batch_size=8 in the"
+    ):
+        text_trainer(tmp_path, compared, per_device_train_batch_size=2, steps_per_generation=1, num_generations=4)
 
 
 def test_rewards_by_path_and_by_name(tmp_path):
@@ -262,8 +289,9 @@ def test_the_limits_of_videos(tmp_path):
 @pytest.mark.slow
 def test_a_reference_of_a_thinker_needs_an_adapter(tmp_path):
     tiny.save_full(tmp_path / "whole")
-    with pytest.raises(InputError, match=r"beta=0.1 compares with the model at the start, .* give a peft_config"):
-        chats.trainer(tmp_path, model=str(tmp_path / "whole"), beta=0.1)
+    for model in (str(tmp_path / "whole"), load_thinker(str(tmp_path / "whole"))):
+        with pytest.raises(InputError, match=r"beta=0.1 compares with the model at the start, .* give a peft_config"):
+            chats.trainer(tmp_path, model=model, beta=0.1)
     adapted = chats.trainer(
         tmp_path, model=str(tmp_path / "whole"), beta=0.1, peft_config=LoraConfig(r=2, target_modules=["q_proj"])
     )
