@@ -92,3 +92,15 @@ def check_parted(model: Any) -> None:
             f"{type(base).__name__} of transformers {transformers.__version__} is not parted into a body and a head: "
             "pip install 'transformers>=5.21'."
         )
+
+
+def init_options(args: Any) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that a config of TRL has."""
+    options = args.model_init_kwargs
+    return dict(options) if isinstance(options, dict) else {}
+
+
+def remote_options(args: Any) -> dict[str, Any]:
+    """Those of them that say which files of a Hub id are read."""
+    given = {"trust_remote_code": args.trust_remote_code, **init_options(args)}
+    return {key: given[key] for key in ("revision", "trust_remote_code") if key in given}

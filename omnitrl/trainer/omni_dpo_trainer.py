@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from datasets.fingerprint import Hasher
-from transformers import AutoProcessor, PreTrainedModel, TrainerCallback
+from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin, TrainerCallback
 from trl import DPOTrainer
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
@@ -21,14 +21,14 @@ from omnitrl.errors import InputError
 from omnitrl.omni.pairs import ANSWERS, REFERENCE_COLUMNS, PairCollator, PairProcessor, read_pair
 from omnitrl.omni.rows import MEDIA_COLUMNS, ROW_COLUMN, numbered, undecoded
 from omnitrl.omni.thinker import check_adapted, has_thinker, load_thinker
-from omnitrl.trainer.omni_base import OmniTrainer, check_parted
+from omnitrl.trainer.omni_base import OmniTrainer, check_parted, init_options, remote_options
 from omnitrl.trainer.omni_dpo_config import OmniDPOConfig
 
 
 if TYPE_CHECKING:
     import torch
     from peft import PeftConfig, PeftModel
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedTokenizerBase
 
 # What the collator takes of a row.
 _COLUMNS = ["prompt", *ANSWERS, *MEDIA_COLUMNS, "tools", "chat_template_kwargs", ROW_COLUMN, *REFERENCE_COLUMNS]
@@ -123,7 +123,7 @@ class OmniDPOTrainer(OmniTrainer, DPOTrainer):
             raise InputError(f"args is a {type(args).__name__}: use OmniDPOConfig(output_dir='out').")
         train_dataset = self._prepare_dataset(train_dataset, None, args, "train")
         if processing_class is None:
-            processing_class = AutoProcessor.from_pretrained(where, **_remote(args))
+            processing_class = AutoProcessor.from_pretrained(where, **remote_options(args))
         if data_collator is None:
             processor, multiple = PairProcessor(processing_class, args.limits), args.pad_to_multiple_of
             data_collator = PairCollator(processor, args.max_length, None if multiple is None else int(multiple))
@@ -203,9 +203,10 @@ class OmniDPOTrainer(OmniTrainer, DPOTrainer):
             self._signature_columns: Any = _COLUMNS
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        """With the options that decide about the tokens in the key of the cache, which TRL has only the rows in."""
+        """With what decides about the tokens in the key of the cache, which TRL has only the rows in."""
         dataset = copy.copy(dataset)
-        dataset._fingerprint = Hasher.hash([dataset._fingerprint, self.args.max_length, self.args.limits])
+        key = [dataset._fingerprint, self.args.max_length, self.args.limits, _settings(self.processing_class)]
+        dataset._fingerprint = Hasher.hash(key)
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     # Loss
@@ -215,25 +216,21 @@ class OmniDPOTrainer(OmniTrainer, DPOTrainer):
         return super()._compute_loss(model, inputs, return_outputs)
 
 
-def _remote(args: OmniDPOConfig) -> dict[str, Any]:
-    """What says which files of a Hub id are read."""
-    given = {"trust_remote_code": args.trust_remote_code, **_init_options(args)}
-    return {key: given[key] for key in ("revision", "trust_remote_code") if key in given}
-
-
-def _init_options(args: OmniDPOConfig) -> dict[str, Any]:
-    options = args.model_init_kwargs
-    return dict(options) if isinstance(options, dict) else {}
+def _settings(processing_class: Any) -> list[Any]:
+    """What of a processor or a tokenizer decides about the tokens and tensors of a row."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    media = processing_class.to_json_string() if isinstance(processing_class, ProcessorMixin) else None
+    return [processing_class.chat_template, tokenizer.chat_template, len(tokenizer), media]
 
 
 def _load(where: str, args: OmniDPOConfig, quantization_config: Any) -> PreTrainedModel:
     """The model of a checkpoint, or its Thinker."""
-    options = {**_init_options(args), **_remote(args)}
+    options = {**init_options(args), **remote_options(args)}
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
     if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         options["device_map"] = None  # 'auto' would spread the model over all of them
-    return (load_thinker if has_thinker(where, **_remote(args)) else create_model_from_path)(where, **options)
+    return (load_thinker if has_thinker(where, **remote_options(args)) else create_model_from_path)(where, **options)
 
 
 def _keeps_reference(args: OmniDPOConfig) -> bool:

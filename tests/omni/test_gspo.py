@@ -218,6 +218,15 @@ def test_resumed_is_uninterrupted(lora, tmp_path):
     assert chats.logged(again, "loss") == chats.logged(whole, "loss")
 
 
+def test_a_rollout_that_is_cut_into_other_batches_is_left_out(tmp_path, caplog):
+    given = {"model": tiny.language_model(), "processing_class": tiny.tokenizer(), "max_steps": 3}
+    chats.trainer(tmp_path, "text", **given, save_strategy="steps", save_steps=1).train()
+    again = chats.trainer(tmp_path, "text", **given, steps_per_generation=4, num_generations=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert "is left out, since it is cut into other batches" in caplog.text
+    assert chats.logged(again, "ratio/mean")[1] == pytest.approx(1, abs=1e-6)  # of a rollout that has just been made
+
+
 @pytest.mark.slow
 def test_a_saved_adapter_is_loaded_by_transformers_and_peft(tmp_path):
     tiny.save_full(tmp_path / "whole")

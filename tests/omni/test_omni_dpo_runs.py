@@ -105,8 +105,9 @@ def test_an_adapter_that_is_trained_on_is_its_own_reference(tmp_path):
 
 @pytest.mark.slow
 def test_log_probs_of_the_reference_before_training(tmp_path):
-    """TRL refuses it for pictures; options that change the tokens are not given old values."""
-    given, expected = pairs.dataset("mixed"), []
+    """TRL refuses it for pictures; options and processors that change the tokens are not given old values."""
+    pairs.dataset("mixed").save_to_disk(tmp_path / "rows")  # beside which the cache is
+    given, expected = datasets.load_from_disk(tmp_path / "rows"), []
     made = pairs.trainer(tmp_path, given, precompute_ref_log_probs=True, eval_dataset=pairs.dataset("image"))
     with made.model.disable_adapter():
         expected = log_probs(made.model, pairs.batch_of(made)).reshape(2, -1)
@@ -119,7 +120,11 @@ def test_log_probs_of_the_reference_before_training(tmp_path):
     assert loss_of(made, numbers[0]).item() == pytest.approx(loss_of(plain, numbers[1]).item(), abs=1e-5)
     assert made.evaluate()["eval_rewards/margins"] != 0
     shorter = pairs.trainer(tmp_path, given, precompute_ref_log_probs=True, max_length=55)
-    assert shorter.train_dataset["ref_chosen_logps"] != made.train_dataset["ref_chosen_logps"]
+    assert shorter.train_dataset["ref_chosen_logps"][:] != made.train_dataset["ref_chosen_logps"][:]
+    processor = tiny.processor()
+    processor.chat_template = processor.chat_template.replace("assistant", "model")
+    other = pairs.trainer(tmp_path, given, precompute_ref_log_probs=True, processing_class=processor)
+    assert other.train_dataset["ref_chosen_logps"][:] != made.train_dataset["ref_chosen_logps"][:]
 
 
 # Models
