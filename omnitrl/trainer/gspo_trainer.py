@@ -126,10 +126,10 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         targets = getattr(peft_config, "target_modules", None)  # PEFT changes them in place
         loaded, kept = self._loaded(model, args, peft_config, options), args.model_init_kwargs
         if loaded is not model:
-            args.model_init_kwargs = None  # used up
             if processing_class is None:
                 sides = {"truncation_side": "left", "padding_side": "left"}
                 processing_class = AutoProcessor.from_pretrained(model, **sides, **remote_options(args))
+            args.model_init_kwargs = None  # used up
         super().__init__(
             model=loaded,
             reward_funcs=None if self._rewards is None else self._rewards.for_trl,
@@ -174,7 +174,8 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         """The Thinker of a whole checkpoint; what TRL can load or has been loaded is left as it is."""
         given, remote = init_options(args), remote_options(args)
         where = model if isinstance(model, str) else model.config._name_or_path
-        compares = args.beta and peft_config is None and not is_peft_model(model)  # then TRL loads `where` again
+        adapted = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
+        compares = args.beta and not adapted  # then TRL loads `where` again
         if not (isinstance(model, str) or (compares and where)) or not has_thinker(where, **remote):
             return model
         if compares:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3ForSequenceClassification
 from trl import GRPOConfig
 
 from omnitrl.errors import InputError
+from omnitrl.omni.thinker import load_thinker
 from omnitrl.rewards import RewardError, groupwise
 from omnitrl.trainer.gspo_config import GSPOConfig
 from tests.omni import chats, tiny
@@ -298,6 +299,18 @@ def test_a_reference_of_a_thinker_needs_an_adapter(tmp_path):
     adapted.train()
     assert chats.logged(adapted, "kl")[0] == pytest.approx(0, abs=1e-6)
     assert chats.logged(adapted, "kl")[1] > 0
+
+
+@pytest.mark.slow
+def test_the_processor_is_of_the_revision_of_the_weights(tmp_path, monkeypatch):
+    tiny.save_full(tmp_path / "whole")
+    asked = []
+    monkeypatch.setattr(
+        transformers.AutoProcessor, "from_pretrained", lambda *_, **k: asked.append(k) or tiny.processor()
+    )
+    given = {"model_init_kwargs": {"revision": "v2"}, "processing_class": None}
+    chats.trainer(tmp_path, model=str(tmp_path / "whole"), **given)
+    assert [given["revision"] for given in asked] == ["v2"]
 
 
 def test_the_engine_of_trl_is_given_pictures_alone(tmp_path):
