@@ -95,6 +95,7 @@ class GSPOConfig(GRPOConfig):
         check_choice("importance_sampling_level", self.importance_sampling_level, ("sequence", "token"))
         check_choice("loss_type", self.loss_type, LOSS_TYPES)
         check_positive(self, "3e-4", "epsilon", "epsilon_high")
+        check_positive(self, "1.0", "temperature")  # log-probs are those of logits that are divided by it
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = 4 * self.gradient_accumulation_steps
         super().__post_init__()
@@ -128,4 +129,6 @@ class GSPOConfig(GRPOConfig):
             raise InputError(
                 "use_vllm=True is TRL's own engine and rollout_engine='vllm_omni' is another: leave out one of them."
             )
+        if self.max_completion_length is None:
+            raise InputError("rollout_engine='vllm_omni' needs max_completion_length: use for example 1024.")
         self.vllm_server_base_url = check_urls(urls) or None

@@ -81,6 +81,8 @@ def test_addresses_are_a_list_for_vllm_omni_and_one_for_trl(tmp_path):
         ({"rollout_engine": "vllm_omni", "vllm_server_base_url": "a:1"}, "is no address of a server: use one like"),
         ({"rollout_engine": "vllm_omni", "vllm_server_base_url": ["http://a:1"] * 2}, "names a server twice"),
         ({"vllm_request_timeout": 0}, "vllm_request_timeout=0"),
+        ({"rollout_engine": "vllm_omni", "temperature": 0.0}, r"temperature=0.0 must be above 0: use 1\.0"),
+        ({"rollout_engine": "vllm_omni", "max_completion_length": None}, "needs max_completion_length: use for exam"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(tmp_path, options, sentence):
