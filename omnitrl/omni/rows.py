@@ -305,4 +305,6 @@ def numbered(dataset: AnyDataset) -> AnyDataset:
         return dataset.map(lambda row, i: {ROW_COLUMN: i}, with_indices=True)
     if dataset.format["type"] == "custom":
         return dataset
+    if ROW_COLUMN in dataset.column_names:  # of another trainer; rows of several may have the same numbers
+        dataset = dataset.remove_columns(ROW_COLUMN)
     return dataset.add_column(ROW_COLUMN, np.arange(len(dataset)))

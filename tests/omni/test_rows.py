@@ -250,6 +250,8 @@ def test_features_are_decoded_when_they_are_needed(tmp_path):
 def test_rows_have_their_numbers():
     dataset = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]})
     assert numbered(dataset).select([2])[0] == {"prompt": "c", ROW_COLUMN: 2}
+    twice = datasets.concatenate_datasets([numbered(dataset)] * 2)
+    assert numbered(twice)[ROW_COLUMN][:] == [0, 1, 2, 3, 4, 5]
     streamed = dataset.to_iterable_dataset()
     assert [row[ROW_COLUMN] for row in numbered(streamed)] == [0, 1, 2]
     computed = dataset.with_transform(lambda batch: batch)
