@@ -286,6 +286,7 @@ class SamplingTrainer(BaseTrainer):
             self.evaluate(self.first_rows(PREVIEW_PROMPTS), metric_key_prefix="eval_preview")
 
     def _begin(self) -> None:
+        self._synced_version = None  # a run that was before has had other weights at the same steps
         self._micro_step = self.state.global_step * self.args.gradient_accumulation_steps
         self._logged_at, self._logged_step = time.perf_counter(), self.state.global_step
         self.watch = find_watch(self.callback_handler.callbacks)

@@ -90,6 +90,16 @@ def test_a_checkpoint_whose_replacement_was_cut_off_is_found(tmp_path, saved):
     assert sorted(path.name for path in out.glob("*checkpoint*")) == ["checkpoint-1"]
 
 
+def test_a_second_run_gives_the_engine_the_weights_that_it_begins_with(tmp_path):
+    """At step 0, where the first run gave it others, of which all of its updates came."""
+    run = trainer(tmp_path, max_steps=2, save_report=False)
+    versions, update = [], run.engine.update_weights
+    run.engine.update_weights = lambda version: versions.append(version) or update(version)
+    run.train()
+    run.train()
+    assert versions == [0, 0]
+
+
 def test_resuming_from_nothing_is_refused(tmp_path):
     run = trainer(tmp_path)
     with pytest.raises(ValueError, match="has no checkpoint to resume from: start without"):
