@@ -3,6 +3,7 @@
 
 import json
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -158,21 +159,22 @@ def test_another_server_is_asked_where_there_is_one(make):
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "words", "tries"),
     [
-        (lambda path, body: refusal(500, "internal", "out of memory"), "out of memory"),
-        (lambda path, body: (200, b"garbage"), "b'garbage' is no sample"),
-        (lambda path, body: (502, b"Bad gateway"), "Bad gateway"),
+        (lambda path, body: refusal(500, "internal", "out of memory"), "out of memory", 3),
+        (lambda path, body: (200, b"garbage"), "b'garbage' is no sample", 3),
+        (lambda path, body: (502, b"Bad gateway"), r"in its place \(HTTP status 502\): Bad gateway", 8),
+        (lambda path, body: refusal(503, "away", "its engine has died"), "its engine has died", 8),
     ],
-    ids=["error", "garbage", "proxy"],
+    ids=["error", "garbage", "gateway", "engine"],
 )
-def test_a_sample_that_nobody_can_make_ends_the_run_with_the_servers_words(make, answer, words):
+def test_a_sample_that_nobody_can_make_ends_the_run_with_the_servers_words(make, answer, words, tries):
     stub = make.stub()
     stub.answer = lambda path, body: answer(path, body) if path.endswith("generate") else stub.plain(path, body)
     client = make.client(stub, concurrency=1)
-    with pytest.raises(RunError, match=f"could not be made in 3 tries; the last was of {stub.url}: .*{words}"):
+    with pytest.raises(RunError, match=f"could not be made in {tries} tries; the last was of {stub.url}: .*{words}"):
         run(client, 1)
-    assert len(stub.asked()) == 3
+    assert len(stub.asked()) == tries
 
 
 def test_a_request_that_can_never_work_is_the_callers_error_at_once(make):
@@ -283,6 +285,28 @@ def test_the_only_server_may_come_back(make):
     assert stub.version == 3
 
 
+@pytest.mark.parametrize("gone", [(503, b"<html>no upstream</html>"), refusal(503, "away", "its engine has died")])
+def test_a_gateway_without_its_server_and_a_server_without_its_engine_are_waited_for(make, gone):
+    """For weights and for samples."""
+    stub = make.stub()
+    client = make.client(stub)
+    for use in (lambda: run(client), lambda: client.update(WeightUpdate(3, [(ADAPTER, b"3")]))):
+        back = time.monotonic() + 0.4
+        stub.answer = lambda path, body, back=back: gone if time.monotonic() < back else stub.plain(path, body)
+        use()
+    assert stub.version == 3
+
+
+def test_a_gateway_without_its_server_leaves_the_samples_to_another(make, caplog):
+    gone, staying = make.stub(), make.stub()
+    client = make.client(gone, staying)
+    gone.answer = lambda path, body: (502, b"Bad gateway")
+    run(client)
+    assert client.update(WeightUpdate(3, [(ADAPTER, b"3")])).bound == 3
+    assert set(staying.asked()) == set(range(8))
+    assert caplog.text.count(f"{gone.url} is left out") == 1
+
+
 def test_without_any_server_the_run_ends_with_their_last_words(make):
     stub = make.stub()
     client = make.client(stub, patience=0.4)
@@ -364,6 +388,14 @@ def test_the_same_sample_of_each_server(make):
     assert client.of_each(b"1", int) == {stub.url: 1 for stub in stubs}
 
 
+def test_the_same_sample_of_each_server_is_asked_for_again_too(make):
+    failing, broken = one_that(make, lambda path, body: refusal(500, "internal", "out of memory")), make.stub()
+    assert make.client(failing).of_each(b"1", int) == {failing.url: 1}
+    broken.answer = lambda path, body: (200, b"garbage") if path.endswith("generate") else broken.plain(path, body)
+    with pytest.raises(RunError, match=f"in 3 tries; the last was of {broken.url}: b'garbage' is no sample"):
+        make.client(broken).of_each(b"1", lambda message: number_of(1, message))
+
+
 def test_another_process_brings_the_weights(make):
     """A server without them waits until they are there; that is not this process's work."""
     stub = make.stub()
@@ -443,14 +475,22 @@ def test_a_wrong_server_is_refused_by_name(make):
         make.client(stub, check=check)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a/v1", "http://a:port", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("localhost:8000", "ftp://a", "http://", "http://a/v1", "http://a:port", ""),
+        *("http://a:8000?x", "http://a#x", "http://me:word@a:8000"),
+    ],
+)
 def test_what_is_no_address_is_refused(url):
-    with pytest.raises(InputError, match=f"vllm_server_base_url='{url}' is no address"):
+    with pytest.raises(InputError, match=f"vllm_server_base_url='{re.escape(url)}' is no address"):
         check_url(url)
 
 
-def test_addresses_lose_their_slash():
+def test_addresses_lose_their_slash_and_their_capitals():
+    """What is encrypted is known by its scheme."""
     assert check_url("http://a:8000/") == "http://a:8000"
+    assert check_url("HTTPS://[::1]:8000") == "https://[::1]:8000"
 
 
 # Interrupts
@@ -475,6 +515,30 @@ def test_an_interrupt_ends_the_wait_and_the_client_stays_usable(make):
     released.set()
     stub.answer = stub.plain
     run(client)
+
+
+def test_two_streams_at_once_share_a_server(make):
+    """The second one begins while all of the server is the first one's."""
+    stub = make.stub()
+    stub.answer = lambda path, body: (time.sleep(0.02), stub.plain(path, body))[1]
+    client = make.client(stub)
+    first = client.stream(jobs(12))
+    came = [next(first)[1]]
+    run(client, 6)
+    came += [sample for _, sample in first]
+    assert sorted(came) == list(range(12))
+    assert client.replicas[0].running == 0
+
+
+def test_the_end_may_come_from_the_clients_own_thread(make):
+    """A client that is garbage is closed wherever garbage is collected."""
+    client = make.client(make.stub())
+
+    async def end():
+        client.close()
+
+    client._loop.start(end()).result(timeout=5)
+    until(lambda: not client._loop._thread.is_alive())
 
 
 def test_samples_that_nobody_wants_are_not_asked_for(make):

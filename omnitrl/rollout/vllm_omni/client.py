@@ -126,7 +126,6 @@ class RolloutClient:
         self._for_others = for_others
         self._in_use = 0  # calls that make samples
         self._loop = LoopThread("rollout-client")
-        self._closed = False
 
     # For the caller's thread
 
@@ -175,6 +174,10 @@ class RolloutClient:
         """
         return self._wait(self._loop.start(self._update(update)))
 
+    def forget_weights(self) -> None:
+        """Frees the memory of the last update, when another one is about to come."""
+        self._wanted = None
+
     def tell(self, path: str) -> None:
         """An empty call of every server that is there."""
         self._wait(self._loop.start(self._tell(path)))
@@ -184,16 +187,18 @@ class RolloutClient:
         """Servers that are there."""
         return sum(replica.up for replica in self.replicas)
 
+    @property
+    def starts(self) -> int:
+        """How often a server came that had been started, the first time included."""
+        return sum(replica.starts for replica in self.replicas)
+
     def describe_outage(self) -> str:
         """Why there is no server, in the servers' own words."""
         return "; ".join(f"{replica.name}: {replica.reason.rstrip('.')}" for replica in self.replicas)
 
     def close(self) -> None:
         """Ends the connections and the thread."""
-        if not self._closed:
-            self._closed = True
-            self._loop.start(self._disconnect()).result(timeout=10)
-            self._loop.close()
+        self._loop.close(self._disconnect)
 
     def _wait(self, future: Future[Any]) -> Any:
         try:
@@ -254,8 +259,6 @@ class RolloutClient:
         )
 
     async def _disconnect(self) -> None:
-        for keeper in getattr(self, "_keepers", []):
-            keeper.cancel()
         for replica in self.replicas:
             await replica.transport.close()
 
@@ -308,30 +311,23 @@ class RolloutClient:
 
     async def _of_each(self, body: bytes, accept: Callable[[bytes], Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        tries = _Round(Jobs([], lambda _: body, lambda _, message: accept(message)))
         with self._using():
-            for _ in range(MOST_TRIES["away"]):
+            while not found or any(replica.up and replica.name not in found for replica in self.replicas):
                 await self._some_server()
-                for replica in self.replicas:
+                for number, replica in enumerate(self.replicas):
                     if replica.up and replica.name not in found:
-                        await self._of_one(replica, body, accept, found)
-                if found and all(replica.name in found for replica in self.replicas if replica.up):
-                    return found
-        raise RunError(f"No server could make a sample. {self.describe_outage()}.")
+                        await self._of_one(number, tries, found)
+        return found
 
-    async def _of_one(
-        self, replica: Replica, body: bytes, accept: Callable[[bytes], Any], found: dict[str, Any]
-    ) -> None:
+    async def _of_one(self, number: int, tries: _Round, found: dict[str, Any]) -> None:
+        replica = self.replicas[number]
         try:
-            found[replica.name] = accept(await replica.call(GENERATE, body, self._sample_timeout))
-        except (Away, TooSlow) as error:
-            replica.drop(str(error))
-        except Refused as error:
-            if error.kind != "stale":
-                raise self._said(replica, error) from error
-            replica.drop(_stale(error))
-            await self._back(replica)
-        except BadAnswer as error:
-            raise RunError(f"{replica.name}: {error}") from error
+            found[replica.name] = await self._ask(tries.jobs, number, replica)
+        except Exception as error:
+            self._failed(tries, number, replica, error)
+            if isinstance(error, Refused):
+                await self._back(replica)
 
     @staticmethod
     def _said(replica: Replica, error: Refused) -> InputError | RunError:
@@ -351,6 +347,7 @@ class RolloutClient:
                 self._start(round_, running)
                 if not running:
                     await self._some_server()
+                    await asyncio.sleep(POLL / 5)  # those that are there are all busy with another stream
                     continue
                 done, _ = await asyncio.wait(running, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:

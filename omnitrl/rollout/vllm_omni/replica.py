@@ -77,12 +77,15 @@ class Replica:
         """Why it can never serve, if it is a wrong one."""
         self.running = 0
         """Samples that it is making."""
+        self.starts = 0
+        """How often it came without the weights that it had, or for the first time: it had been started."""
         self._check = check
         self._patience = patience
         self._device = device
         self._link: WeightLink | None = None
         self._link_broke = False  # since it was there last
         self._version: int | None = None
+        self._had: int | None = None  # the last version that it was known to have
         self._was_up = False
         self._lock = asyncio.Lock()
         self._left = asyncio.Event()  # set when it is found to be away
@@ -131,6 +134,7 @@ class Replica:
             self._version = info.weight_version
         self._check(info, self.name)
         self.wrong = None
+        started = not self.up and info.weight_version != self._had
         update = wanted()
         # While it is in service, the process that brings the weights may have brought it the next ones.
         if update is not None and (update.messages is not None or not self.up):
@@ -138,6 +142,7 @@ class Replica:
         if not self.up:
             self._left.clear()
             self.up = True
+            self.starts += started
             if self._was_up:
                 logger.warning("%s is back.", self.name)
             self._was_up = True
@@ -170,7 +175,7 @@ class Replica:
 
     def has(self, version: int) -> None:
         """Notes that another process has brought it these weights."""
-        self._version = version
+        self._version = self._had = version
 
     async def give(self, wanted: Callable[[], WeightUpdate | None]) -> WeightReport | None:
         """
@@ -192,7 +197,7 @@ class Replica:
                     f"{', '.join(report.missing[:5])}: leave them out of target_modules, or use "
                     "rollout_engine='local'."
                 )
-            self._version = update.version
+            self._version = self._had = update.version
             return report
 
     async def _bring(self, messages: list[tuple[str, bytes]]) -> bytes:

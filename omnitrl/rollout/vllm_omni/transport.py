@@ -17,10 +17,12 @@ from omnitrl.rollout.vllm_omni.wire import PREFIX
 
 INFO, GENERATE, ADAPTER, WEIGHTS = (f"{PREFIX}/{name}" for name in ("info", "generate", "adapter", "weights"))
 JOIN, SLEEP, WAKE = f"{PREFIX}/join", f"{PREFIX}/sleep", f"{PREFIX}/wake"
+LONGEST_END = 60.0
+"""Seconds that the end of a transport is waited for; an engine in this process takes its time."""
 
 
 class Away(Exception):
-    """The server cannot be reached, or went away in the midst of a call."""
+    """The server cannot be reached, went away in the midst of a call, or has lost its engine."""
 
 
 class TooSlow(Exception):
@@ -110,7 +112,7 @@ class HttpTransport:
 
         # Servers end idle connections after 5 s, and a call on one that has just been ended is lost.
         limits = httpx.Limits(keepalive_expiry=2.0)
-        encrypted = self.name.startswith("https")  # reading certificates takes 0.07 s
+        encrypted = self.name.lower().startswith("https")  # reading certificates takes 0.07 s
         return httpx.AsyncHTTPTransport(verify=encrypted, limits=limits)
 
     async def close(self) -> None:
@@ -128,11 +130,13 @@ def check_url(url: str) -> str:
     from urllib.parse import urlsplit
 
     parts = urlsplit(url)
+    more = parts.path.removeprefix("/") or parts.query or parts.fragment or parts.username
     with contextlib.suppress(ValueError):
-        if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and parts.port != 0:
-            return url.rstrip("/")
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not more:
+            return f"{parts.scheme}://{parts.netloc}"
     raise InputError(
-        f"vllm_server_base_url={url!r} is no address of a server: use one like 'http://localhost:8000', with no path."
+        f"vllm_server_base_url={url!r} is no address of a server: use one like 'http://localhost:8000', with no path "
+        "and no user."
     )
 
 
@@ -155,6 +159,7 @@ def checked_answer(status: int, body: bytes) -> bytes:
 
     Raises:
         [`Refused`]: the server says why it is none.
+        [`Away`]: its engine has died, or a gateway in front of it does not reach it.
     """
     if status == 200:
         return body
@@ -162,8 +167,12 @@ def checked_answer(status: int, body: bytes) -> bytes:
         content = json.loads(body)
         kind, sentence = str(content["kind"]), str(content["error"])
     except (ValueError, KeyError, TypeError):  # not of our hooks
-        kind = "hooks" if status in (404, 405) else "internal"
-        sentence = body[:500].decode(errors="replace").strip() or f"HTTP status {status}"
+        words = body[:500].decode(errors="replace").strip()
+        if status in (502, 503):
+            raise Away(f"a gateway answered in its place (HTTP status {status}): {words}") from None
+        kind, sentence = "hooks" if status in (404, 405) else "internal", words or f"HTTP status {status}"
+    if kind == "away":
+        raise Away(sentence)
     raise Refused(status, kind, sentence)
 
 
@@ -201,6 +210,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._last: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -208,11 +218,13 @@ class LoopThread:
         """Begins a coroutine; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def close(self) -> None:
-        """Cancels what still runs and ends the thread."""
-        if not self._loop.is_closed():
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancels what still runs, runs `last`, and ends the thread, which may be the one that calls this."""
+        if self._last is None:
+            self._last = last
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=10)
+        if threading.current_thread() is not self._thread:  # garbage is collected in any thread
+            self._thread.join(timeout=LONGEST_END)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -220,8 +232,12 @@ class LoopThread:
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.close()
+        try:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            if self._last is not None:
+                self._loop.run_until_complete(self._last())
+        finally:
+            self._loop.close()
 
 
 def _words(error: Exception) -> str:

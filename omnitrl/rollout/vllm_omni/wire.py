@@ -13,7 +13,7 @@ What goes over the wire between a trainer and a vLLM-Omni server: JSON where it 
 
 A *message* is a safetensors file whose metadata has one entry, `head`, with JSON. An answer that is not 200 is JSON
 with `error`, a sentence, and `kind`: `"input"` (the request can never work, 400), `"stale"` (the weights asked for are
-not there, 409) or `"internal"` (500).
+not there, 409), `"internal"` (500) or `"away"` (the engine has died, 503).
 
 A message to `/rollout/weights` may also be one without tensors whose head has the name of a `group` that the server
 has joined and `num_bytes`: the message that is meant has that many bytes and is broadcast in the group.

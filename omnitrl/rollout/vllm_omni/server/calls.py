@@ -18,7 +18,7 @@ from omnitrl.rollout.vllm_omni.wire import PROTOCOL, ServerInfo
 from omnitrl.version import __version__
 
 
-STATUS = {"input": 400, "stale": 409, "hooks": 404, "internal": 500}
+STATUS = {"input": 400, "stale": 409, "hooks": 404, "internal": 500, "away": 503}
 
 
 class Refusal(Exception):
@@ -60,6 +60,7 @@ class CallService:
         try:
             await self._learn_facts()
             if path == INFO:
+                await self._engine.check_health()
                 return 200, json.dumps(vars(self._info())).encode()
             if path not in self._calls or body is None:
                 raise Refusal("hooks", f"There is no {'GET' if body is None else 'POST'} {path}.")
@@ -69,7 +70,17 @@ class CallService:
         except Exception as error:
             client = 400 <= getattr(error, "status_code", 500) < 500  # of vLLM-Omni's errors
             kind, sentence = "input" if client else "internal", str(error) or type(error).__name__
+        if kind == "internal" and (reason := await self._death()):
+            kind, sentence = "away", f"its engine has died ({reason}): start the server again"
         return STATUS[kind], json.dumps({"error": sentence, "kind": kind}).encode()
+
+    async def _death(self) -> str:
+        """Why the engine can make nothing any more; the process outlives its workers."""
+        try:
+            await self._engine.check_health()
+        except Exception as error:
+            return str(error).rstrip(".") or type(error).__name__
+        return ""
 
     # Facts
 
