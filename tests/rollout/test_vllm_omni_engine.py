@@ -4,6 +4,8 @@
 import copy
 import json
 import logging
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,13 +18,14 @@ from omnitrl.errors import InputError, RunError
 from omnitrl.messages import unpack
 from omnitrl.models import MediaSize
 from omnitrl.rollout import EngineContext, LocalEngine, RolloutEngine, SampleRequest, SamplingParams
+from omnitrl.rollout.vllm_omni import replica
 from omnitrl.rollout.vllm_omni import weights as weights_module
 from omnitrl.rollout.vllm_omni.engine import VLLMOmniEngine
 from omnitrl.rollout.vllm_omni.transport import InProcessTransport
 from omnitrl.rollout.vllm_omni.weights import check_trained, weight_messages
 from omnitrl.rollout.vllm_omni.wire import pack_sample, unpack_request
 from omnitrl.trainer.saving import trained_weights
-from tests.rollout.stub import LocalService, info
+from tests.rollout.stub import LocalService, info, until
 from tests.tiny import CHECKPOINTS
 from tests.tiny_models import tiny_model
 
@@ -65,11 +68,11 @@ def made():
     """Makes engines over services, and ends them."""
     engines = []
 
-    def engine(model, *services, sleeps=False, **changes):
+    def engine(model, *services, sleeps=False, weights=None, **changes):
         context = EngineContext(
             model,
             SimpleNamespace(**{**OPTIONS, **{k: v for k, v in changes.items() if k in OPTIONS}}),
-            weights=lambda: trained_weights(model),
+            weights=weights or (lambda: trained_weights(model)),
             **{k: v for k, v in changes.items() if k not in OPTIONS},
         )
         transports = [InProcessTransport(service.handle, lambda: None) for service in services]
@@ -224,6 +227,45 @@ def test_weights_follow_updates_and_averages_of_one_step(base, made):
         assert engine.update_weights(3).version == 3
         for one, other in zip(run(engine), run(local), strict=True):
             same(one, replace(other, weight_version=3))
+
+
+def test_weights_whose_way_was_broken_off_are_not_taken_for_the_next_ones(base, made):
+    """The server has taken them, and the trainer was interrupted before it heard of that."""
+    model, service, pressed = adapted(base), LocalService(base), threading.Event()
+
+    def check():
+        if pressed.is_set():
+            pressed.clear()
+            raise KeyboardInterrupt
+
+    engine = made(model, service, on_step=check)
+    engine.update_weights(0)
+    take = service._took
+    service._took = lambda *report: (pressed.set(), time.sleep(0.4), take(*report))[-1]
+    set_b(model, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_weights(0)
+    service._took = take
+    engine.client.replicas[0].drop("it is to be asked which weights it has")
+    until(lambda: engine.client.alive)
+    set_b(model, 0.1)
+    engine.update_weights(0)
+    same(run(engine)[0], run(LocalEngine(model, batch_size=1))[0])
+
+
+def test_the_messages_of_the_last_update_are_gone_when_the_next_ones_are_made(base, made):
+    held = []
+
+    def weights():
+        held.append(engine.client._wanted)
+        return trained_weights(model)
+
+    model = adapted(base)
+    engine = made(model, LocalService(base), weights=weights)
+    engine.update_weights(0)
+    engine.update_weights(1)
+    assert held == [None, None]
+    assert engine.client._wanted.messages
 
 
 def test_all_weights_go_over_in_bounded_parts(base, made, monkeypatch):
@@ -409,6 +451,29 @@ def test_samples_are_compared_at_first_and_once_the_weights_have_changed(base, m
 def test_each_server_is_compared(base, made):
     engine = made(adapted(base), LocalService(base), LocalService(shifted(base)))
     engine.update_weights(0)
+    with pytest.raises(RunError, match="between service-1 and the trainer"):
+        run(engine)
+
+
+def test_a_server_that_comes_later_is_compared_too(base, made, monkeypatch):
+    """When all others have been compared for good."""
+    monkeypatch.setattr(replica, "LONGEST_PAUSE", 0.1)
+    model, later = adapted(base), LocalService(shifted(base))
+    answer, here = later.handle, threading.Event()
+
+    async def handle(path, body):
+        return await answer(path, body) if here.is_set() else (503, b"not yet")
+
+    later.handle = handle
+    engine = made(model, LocalService(base), later, vllm_server_timeout=0.5)
+    for version, scale in enumerate((0.0, 0.1)):
+        set_b(model, scale)
+        engine.update_weights(version)
+        run(engine)
+    assert not engine._comparison.is_due
+    here.set()
+    until(lambda: engine.client.alive == 2)
+    engine.update_weights(2)
     with pytest.raises(RunError, match="between service-1 and the trainer"):
         run(engine)
 

@@ -33,7 +33,7 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 class Comparison:
     """
     Compares one sample of the servers with the trainer's own, twice: with the first weights, and when a later update
-    has visibly changed the trainer's.
+    has visibly changed the trainer's; and once more when a server has been started since.
 
     A server that took an adapter and does not use it, or another checkpoint, is found out before anything is learnt
     from its samples. It costs one sample each time.
@@ -58,23 +58,25 @@ class Comparison:
         self._probe: tuple[SampleRequest, SamplingParams] | None = None
         self._before: tuple[Tensor, dict[str, Tensor]] | None = None  # final latents here and on each server
         self._updates = self._next = 0
-        self._done = False
+        self._done = self._started = False
 
-    def weights_changed(self) -> None:
-        """Notes an update of the weights."""
+    def weights_changed(self, started: bool) -> None:
+        """Notes an update of the weights, and whether a server has been started since the last one."""
         self._updates += 1
+        self._started |= started
 
     @property
     def is_due(self) -> bool:
         """Whether the next rollout should begin with a comparison."""
-        return not self._done and self._updates > self._next
+        return self._started or (not self._done and self._updates > self._next)
 
     def run(self, request: SampleRequest, params: SamplingParams, of_each: FromServers) -> None:
         """The comparison that is due; the first one keeps `request` for the next ones."""
         if self._probe is None:
             self._probe = (request, replace(params, decode=False, keep_clean=True, shared_prefix=False))
         self._next = max(2 * self._next, self._updates)  # ever rarer, while the weights hardly change
-        self._done = self._compare(of_each)[1]
+        self._done = self._compare(of_each)[1] or self._done
+        self._started = False
 
     def again(self, of_each: FromServers) -> dict[str, float]:
         """The comparison on demand."""

@@ -38,7 +38,7 @@ class VLLMOmniEngine:
 
     The server takes the sigma table, the seeds and the transition of each sample from the trainer and gives back the
     states and log-probs that were kept. Before it is trusted, the first sample is made here too and compared, and once
-    more when training has changed the weights.
+    more when training has changed the weights, or a server has been started.
 
     Args:
         context ([`EngineContext`]):
@@ -69,6 +69,7 @@ class VLLMOmniEngine:
         self._asleep = False
         self._wire_version = secrets.randbits(40) << 20  # no other trainer has had these
         self._counted_retries = 0
+        self._seen_starts = 0  # of servers
         self._share: list[tuple[float, float]] = []  # CPU seconds of the client, seconds
         check_trained(self.model)
         self.client = RolloutClient(
@@ -160,23 +161,27 @@ class VLLMOmniEngine:
         Raises:
             [`~omnitrl.errors.InputError`], [`~omnitrl.errors.RunError`]: a server cannot take them, or there is none.
         """
+        if self._brings_weights:
+            self.client.forget_weights()  # before there are others beside them
         weights = self._context.weights()
         wire, report, error = self._wire_version + 1, None, None
         if self._brings_weights:
+            self._wire_version = wire  # of these weights alone, even if they do not get there
             try:
                 messages = weight_messages(self.model, weights, wire, self._sent_dtype)
                 report = self.client.update(WeightUpdate(wire, messages))
             except OmniTRLError as caught:
                 error = caught
-        outcomes = self._context.gather([(wire, report, error)])
+        starts, self._seen_starts = self.client.starts - self._seen_starts, self.client.starts
+        outcomes = self._context.gather([(wire, report, error, starts)])
         failed = next((outcome[2] for outcome in outcomes if outcome[2] is not None), None)
         if failed is not None:
             raise failed
         if not self._brings_weights:
-            wire, report, _ = outcomes[0]
+            wire, report, *_ = outcomes[0]
             self.client.update(WeightUpdate(wire))
         self._wire_version, self.weight_version = wire, version
-        self._comparison.weights_changed()
+        self._comparison.weights_changed(any(outcome[3] for outcome in outcomes))
         return WeightReport(version, 0, 0) if report is None else replace(report, version=version)
 
     @property
