@@ -15,7 +15,7 @@ from omnitrl.errors import InputError
 from omnitrl.media import Video
 
 from .decoding import VideoLimits
-from .rows import Decoded, OmniRow
+from .rows import Decoded, Message, OmniRow
 
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class OmniProcessor:
         if isinstance(row.messages, str):
             return row.messages
         options = {"add_generation_prompt": add_generation_prompt, **self.template_options}
-        messages = _text_messages(row.messages) if self._is_tokenizer else row.messages
+        messages: Any = text_messages(row.messages) if self._is_tokenizer else row.messages
         return str(self.processing_class.apply_chat_template(messages, tokenize=False, **options))
 
     def __call__(self, row: OmniRow, text: str | None = None, decoded: Decoded | None = None) -> RowInputs:
@@ -270,8 +270,10 @@ def pad_token_fields(
     return padded
 
 
-def _text_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is one text, as chat templates of language models take them."""
+def text_messages(messages: list[Message] | str) -> list[Message] | str:
+    """Messages whose content is one text, as chat templates of language models take them; media are left out."""
+    if isinstance(messages, str):
+        return messages
     return [{**m, "content": "".join(part.get("text", "") for part in m["content"])} for m in messages]
 
 

@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 from omnitrl.algorithms import sequence_log_ratio
 from omnitrl.errors import InputError
 from omnitrl.omni.decoding import VideoLimits
-from omnitrl.omni.processing import OmniProcessor, RowInputs, collate, pad_token_fields
+from omnitrl.omni.processing import OmniProcessor, RowInputs, collate, pad_token_fields, text_messages
 from omnitrl.omni.rows import MEDIA_COLUMNS, ROW_COLUMN, OmniRow, numbered, read_row, undecoded
 from omnitrl.omni.thinker import check_adapted, has_thinker, load_thinker, media_tokens
 from omnitrl.trainer.gspo_config import GSPOConfig
@@ -263,7 +263,7 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         rows = []
         for given, row in zip(self._given, self._batch_rows, strict=True):
             kept = {name: value for name, value in given.items() if name not in MEDIA_COLUMNS}
-            rows.append({**kept, "prompt": row.messages} if self._by_row else kept)
+            rows.append({**kept, "prompt": row.messages if self._by_row else text_messages(row.messages)})
         return rows
 
     def _controlled(self, output: dict[str, Any]) -> dict[str, Any]:
@@ -328,6 +328,8 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
             self._log_metric(name, value * self.accelerator.num_processes if name.endswith("/failed") else value)
         for column, entries in extras.items():
             self._log_completion_extra(column, entries)
+        if self._by_row:  # for reward models, which read texts
+            prompts = [text_messages(prompt) for prompt in prompts]
         rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
         # A failed reward that is left out of a sum would count as 0, so the whole row is missing.
         rewards[gather(failed.to(rewards.device))] = torch.nan

@@ -134,6 +134,25 @@ def test_a_model_as_reward_beside_a_function(tmp_path):
     assert rewards == [judge, chats.vowels]  # the list of the caller
 
 
+@pytest.mark.parametrize(
+    ("model", "processing_class"), [(tiny.language_model, tiny.tokenizer), (tiny.thinker, tiny.processor)]
+)
+def test_models_that_read_texts_are_given_texts_in_the_place_of_parts(model, processing_class, tmp_path):
+    """Chat templates such as that of Qwen3 leave out a content that is no text."""
+    reading, writing = tiny.tokenizer(), processing_class()
+    reading.chat_template = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}"
+    if model is tiny.language_model:
+        writing.chat_template = reading.chat_template
+    judge, read = Qwen3ForSequenceClassification(tiny.language_model().config), []
+    judge.register_forward_pre_hook(lambda module, args, inputs: read.extend(inputs["input_ids"]), with_kwargs=True)
+    parts = [{"type": "text", "text": "Why "}, {"type": "text", "text": "so?"}]
+    classes = {"processing_class": writing, "reward_processing_classes": [reading]}
+    rows = [{"prompt": [{"role": "user", "content": parts}]}] * 2
+    _, output = rollout(text_trainer(tmp_path, [judge], rows, model=model(), **classes))
+    assert all(reading.decode(ids).startswith("Why so?") for ids in read)
+    assert all("Why so?" in reading.decode(ids) for ids in output["prompt_ids"])
+
+
 def test_a_watched_function_beside_a_model(tmp_path):
     judge = Qwen3ForSequenceClassification(tiny.language_model().config)
     given = {"reward_weights": [1.0, 0.0], "reward_processing_classes": [tiny.tokenizer(), None]}
