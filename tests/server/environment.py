@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 
@@ -107,6 +108,13 @@ class Server:
                 pass
             self.process.wait(timeout=30)
             self.process = None
+
+    def kill_workers(self):
+        """Ends the processes of its engine, where there are any, and not its own."""
+        workers = [p for p in psutil.Process(self.process.pid).children() if "Worker" in " ".join(p.cmdline())]
+        assert workers, "its engine is in its own process"
+        for worker in workers:
+            worker.kill()
 
     def pause(self):
         """Holds it until `resume`: an engine that has nothing to do asks for work some hundred times a second."""

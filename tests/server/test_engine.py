@@ -140,10 +140,10 @@ def test_two_processes_share_one_server(checkpoint_of, server_of, tmp_path, monk
 # What becomes of servers
 
 
-def test_a_server_that_is_killed_is_replaced_and_comes_back(checkpoint_of, start_server, tmp_path):
-    """One of two in the midst of a rollout, then the other one too, and both are started again."""
+def test_a_server_that_is_killed_is_replaced_and_comes_back(checkpoint_of, start_server, tmp_path, caplog):
+    """One of two in the midst of a rollout, which is started again, then the engine of the other one alone."""
     folder = checkpoint_of("sd3")
-    servers = [start_server(folder), start_server(folder)]
+    servers = [start_server(folder), start_server(folder, "--distributed-executor-backend", "mp")]
     options = {"max_steps": 6, "generation_batch_size": 16, "num_generations": 4, "save_steps": 100}
     local = run_of(tmp_path / "local", "sd3", folder, rollout_batch_size=1, **options)
     local.train()
@@ -160,7 +160,7 @@ def test_a_server_that_is_killed_is_replaced_and_comes_back(checkpoint_of, start
             yield batch
         if len(seen) == 0:
             until(lambda: client.alive == 1)
-            servers[1].stop()  # between two rollouts
+            servers[1].kill_workers()  # between two rollouts
             deaths.append(1)
             threading.Thread(target=servers[0].start).start()
 
@@ -170,6 +170,8 @@ def test_a_server_that_is_killed_is_replaced_and_comes_back(checkpoint_of, start
     assert logged(served, "reward") == pytest.approx(logged(local, "reward"), abs=1e-4)
     assert distance(trainable(local), trainable(served)) <= 1e-4
     assert all(len(seeds) == len(set(seeds)) == 16 for seeds in seen)
+    assert servers[1].process.poll() is None
+    assert f"{servers[1].url} is left out: its engine has died" in caplog.text
     assert sum(logged(served, "rollout/retries")) > 0
 
 
