@@ -10,7 +10,7 @@ A reward is called with keyword arguments only:
 | each other dataset column | `list`, one value per row |
 | `trainer_state` | `transformers.TrainerState` or `None` |
 | `log_metric(name, value)` | records a number; the mean over the calls is logged |
-| `log_extra(column, values)` | records one value per row, which evaluations show beside the sample |
+| `log_extra(column, values)` | records one value per row, which is shown beside the sample |
 
 It returns one `float` or `None` per row, as a list, a 1-D tensor or a 1-D array. `None` means that the reward does not
 apply to the row. An exception, a time-out, NaN or infinity means that it failed. Both make the reward *missing* for

@@ -18,6 +18,9 @@ from .contract import Reward
 from .results import Answer, ask, ask_async
 
 
+# Threads of calls that were given up and have not ended, beyond which a reward gets no new one.
+_MOST_ABANDONED = 8
+
 # Seconds that a process of its own has to import a reward.
 _START_SECONDS = 300.0
 
@@ -97,7 +100,7 @@ class ThreadLane:
     Runs a synchronous reward in one daemon thread, so that it never runs beside itself. The lane is its own seat.
 
     A thread cannot be stopped from outside. The thread of an abandoned call ends by itself after that call, and the
-    next call gets a new one.
+    next call gets a new one, unless `_MOST_ABANDONED` are still at it, with the media that they hold.
     """
 
     capacity: int | None = 1
@@ -106,21 +109,35 @@ class ThreadLane:
         self.ready = done()
         self._reward = reward
         self._queue: queue.SimpleQueue[tuple[Future[Answer], dict[str, Any], int] | None] | None = None
+        self._thread: threading.Thread | None = None
+        self._abandoned: list[threading.Thread] = []
 
     def reserve(self) -> "ThreadLane":
         return self
 
     def start(self, arguments: dict[str, Any], count: int) -> "Future[Answer]":
+        future: Future[Answer] = Future()
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        if len(self._abandoned) >= _MOST_ABANDONED:
+            future.set_exception(
+                RuntimeError(
+                    f"{_MOST_ABANDONED} calls that took longer than the time-out are still running, so no other is "
+                    "begun until one of them ends: give what the reward waits for a time-out of its own"
+                )
+            )
+            return future
         if self._queue is None:
             self._queue = queue.SimpleQueue()
             name = f"reward-{self._reward.name}"
-            threading.Thread(target=_work, args=(self._reward, self._queue), name=name, daemon=True).start()
-        future: Future[Answer] = Future()
+            self._thread = threading.Thread(target=_work, args=(self._reward, self._queue), name=name, daemon=True)
+            self._thread.start()
         self._queue.put((future, arguments, count))
         return future
 
     def release(self, seat: Any, abandoned: bool) -> None:
         if abandoned:
+            if self._thread is not None:
+                self._abandoned.append(self._thread)
             self.close()
 
     def close(self) -> None:

@@ -149,8 +149,9 @@ class Reward:
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Calls the function. Gradients are off in the threads where the runner does this."""
-        if isinstance(self.function, nn.Module) and self.function.training:
-            self.function.eval()
+        model = _unwrap_partial(self.function)
+        if isinstance(model, nn.Module) and model.training:
+            model.eval()
         return self.function(**arguments)
 
     def values(self, returned: Any, count: int, prompts: Sequence[str] = ()) -> list[float | None]:

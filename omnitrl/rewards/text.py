@@ -20,10 +20,14 @@ _QUOTED = re.compile(
     re.VERBOSE,
 )
 
+# Letters of scripts that have apostrophes, which Chinese, Japanese and Korean have not.
+_LETTER = r"[^\W\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+
 # Single quotes are apostrophes as well: they stand at the edges of words, and those within a word belong to the text.
 _SINGLE_QUOTED = re.compile(
-    r"""
-    (?<!\w)['‘‚](?=\S) ((?: [^'‘’‚] | (?<=\w)['’](?=\w) )+?) (?<=\S)['’‘](?!\w) | ‹([^›]*)›
+    rf"""
+    (?<!{_LETTER})['‘‚](?=\S) ((?: [^'‘’‚] | (?<={_LETTER})['’](?={_LETTER}) )+?) (?<=\S)['’‘](?!{_LETTER})
+    | ‹([^›]*)›
     """,
     re.VERBOSE,
 )

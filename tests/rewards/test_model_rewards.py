@@ -18,6 +18,7 @@ from omnitrl.rewards import (
     ImageRewardModel,
     PickScoreReward,
     RewardError,
+    RewardRunner,
     get_reward,
 )
 from omnitrl.rewards.learned.preprocessing import CLIP_MEAN, CLIP_STD, Preprocessing
@@ -253,6 +254,14 @@ def test_no_weight_gets_a_gradient(clip):
 
 
 # Behaviour
+
+
+def test_a_network_goes_where_it_is_told_to_before_and_after_it_is_read(clip):
+    reward = CLIPReward(clip)
+    RewardRunner(reward, device="cpu").close()
+    assert next(reward.load()._network.parameters()).device.type == reward.device.type == "cpu"
+    RewardRunner(reward, device="meta").close()
+    assert next(reward.load()._network.parameters()).device.type == reward.device.type == "meta"
 
 
 def test_nothing_is_read_before_the_first_call(clip):

@@ -117,6 +117,8 @@ def test_unknown_options_are_refused(options):
         ("‘Don’t walk’, and it isn’t lit", "Don’t walk"),
         ("the boys' room in the '90s says 'OPEN'", "OPEN"),
         ("'single' before \"double\"", "double"),
+        ("写着‘欢迎’的牌子", "欢迎"),
+        ("'환영'이라고 쓰인 간판", "환영"),
         ("it isn't the girl's, nor the boys' dog", None),
         ("blank '' and ' '", None),
         ("no quotes at all", None),

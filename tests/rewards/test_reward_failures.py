@@ -262,6 +262,23 @@ def test_a_broken_contract_is_reported_at_the_next_chunk():
         assert runner.collect().rewards.shape == (0, 1)
 
 
+def test_calls_that_hang_do_not_take_ever_more_threads():
+    end = threading.Event()
+
+    def hangs(prompts):
+        end.wait(20)
+        return [1.0] * len(prompts)
+
+    with RewardRunner(hangs, timeout=0.02, max_retries=0, max_failed_fraction=1) as runner:
+        assert [score(runner, "a").failures for _ in range(12)] == [{"hangs": 1}] * 12
+        hanging = [thread for thread in threading.enumerate() if thread.name == "reward-hangs"]
+        assert len(hanging) == 8
+        end.set()
+        for thread in hanging:
+            thread.join(5)
+        assert score(runner, "a").rewards.tolist() == [[1.0]]
+
+
 def test_an_attempt_that_came_too_late_records_nothing():
     release = threading.Event()
     attempts = []

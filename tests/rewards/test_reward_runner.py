@@ -47,6 +47,11 @@ def test_every_kind_of_callable_gives_the_same_numbers():
     assert batch.failures == dict.fromkeys(names, 0)
 
 
+def test_modules_within_a_partial_run_in_eval_mode_too():
+    with RewardRunner(functools.partial(LengthModule(), number=1)) as runner:
+        assert score(runner, *"abcdefgh", completions=[0] * 8).rewards.tolist() == [[1.0]] * 8
+
+
 def test_modules_run_in_eval_mode_without_gradients():
     module = LengthModule().train()
     with RewardRunner(module) as runner:

@@ -72,6 +72,14 @@ class LearnedReward:
         self._loaded()
         return self
 
+    def to(self, device: torch.device | str) -> "LearnedReward":
+        """Moves the network, or says where it will be loaded, and returns the reward."""
+        with self._loading:
+            self.device = torch.device(device)
+            if self._network is not None:
+                self._network.to(self.device)
+        return self
+
     def __call__(self, prompts: Sequence[str], completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """
         Scores what was generated.
