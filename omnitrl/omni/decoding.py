@@ -83,7 +83,7 @@ def read_sound(value: Any, rate: int, where: str) -> np.ndarray:
     ```
     """
     samples, own_rate = _samples(value, where)
-    if samples.ndim == 2:
+    if samples.ndim == 2 and samples.size:
         samples = samples.mean(axis=int(np.argmin(samples.shape)))
     if samples.ndim != 1 or len(samples) * rate < own_rate:  # not one sample at the rate that is wanted
         raise InputError(

@@ -193,6 +193,7 @@ def test_pictures_are_upright_and_of_eight_bits():
         ({"audio": "https://a/b.wav"}, r"Audio 0 .* is the URL https://a/b.wav, and nothing is downloaded"),
         ({"audio": {"array": [0.0, 0.1]}}, r"has no sampling_rate: give \{'array': …, 'sampling_rate': 16000\}"),
         ({"audio": {"array": [], "sampling_rate": 16000}}, r"has samples of shape \(0,\)"),
+        ({"audio": {"array": np.zeros((2, 0)), "sampling_rate": 16000}}, r"has samples of shape \(2, 0\)"),
         ({"audio": {"array": [np.nan], "sampling_rate": 16000}}, r"has samples that are no numbers"),
         ({"audio": {"array": [0.1], "sampling_rate": 44100}}, r"has samples of shape \(1,\)"),
         ({"audio": 3}, r"Audio 0 .* is a int, but a sound is a path, the bytes of a file, or an array with its"),
