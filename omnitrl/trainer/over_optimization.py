@@ -96,10 +96,10 @@ class OverOptimizationCallback(TrainerCallback):
     Example:
 
     ```python
-    >>> callback = OverOptimizationCallback(action="stop", held_out="pickscore_reward")
+    >>> callback = OverOptimizationCallback(action="stop", held_out="PickScoreReward")
     >>> trainer = FlowGRPOTrainer(
     ...     model="stabilityai/stable-diffusion-3.5-medium",
-    ...     reward_funcs=["hps_v2", "pickscore"],
+    ...     reward_funcs=["hpsv2", "pickscore"],
     ...     args=FlowGRPOConfig(reward_weights=[1.0, 0.0], save_steps=20, save_total_limit=3),
     ...     train_dataset=load_prompts("prompts.txt"),
     ...     callbacks=[callback],
