@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,14 @@ from omnitrl.report.folder import RunFolder
 from omnitrl.report.grid import TIMELINE_COLUMNS
 from omnitrl.report.metrics import MetricsWriter
 from omnitrl.report.progress import Progress
-from omnitrl.report.records import EvaluationRecord, RunSummary, column, package_versions, pick_samples
+from omnitrl.report.records import (
+    EvaluationRecord,
+    RunSummary,
+    Sample,
+    column,
+    package_versions,
+    pick_samples,
+)
 
 
 class ReportCallback(TrainerCallback):
@@ -28,6 +35,8 @@ class ReportCallback(TrainerCallback):
     |---|---|---|
     | `metrics.jsonl` | every logged row with `step`, `epoch`, `seconds` | at each log |
     | `samples/step_000123.png` | pictures of the held-out prompts | at each evaluation |
+    | `samples/rollout_000123.png` | pictures of training, with its noise | where the trainer shows a rollout |
+    | `completions/completions_00123.parquet` | all samples of that rollout with their rewards | the same |
     | `before_after.png`, `timeline.png` | the same prompts over time | at each evaluation |
     | `reward_curve.png` | reward of training and of evaluations | at each evaluation and at the end |
     | `health.png` | KL, clipping, update size, gradient norm, … | at the end |
@@ -172,6 +181,31 @@ class ReportCallback(TrainerCallback):
         self._thin_out()
         self._draw(self.folder.save_record, kept)
         self._draw(self.folder.draw_samples, kept)
+
+    def record_completions(
+        self, step: int, rows: Sequence[Mapping[str, Any]], samples: list[Sample], group_size: int
+    ) -> None:
+        """
+        Write the table and the pictures of a rollout; the trainer calls it where `log_completions` asks for them.
+
+        Args:
+            step (`int`):
+                Optimizer steps before the rollout.
+            rows (`list[dict]`):
+                A row for each sample of all processes, all with the same columns.
+            samples (`list[Sample]`):
+                The first ones, pictured; at most `max_samples`.
+            group_size (`int`):
+                Members of a group, which stand in a row where they fit.
+        """
+        if not self._is_main:
+            return
+        self._attempt(self.folder.save_completions, step, rows)
+        kept = [sample for sample in samples[: self.max_samples] if sample.image is not None]
+        record = EvaluationRecord(step, "rollout", samples=pick_samples(kept, len(kept)))
+        self._draw(self.folder.draw_completions, record, min(group_size, TIMELINE_COLUMNS))
+        if kept:
+            self.summary.rollout = record
 
     def refresh(self) -> None:
         """Draw the reward curve, the comparisons and the page anew; called at each evaluation and at the end."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from omnitrl.report import curves, grid
 from omnitrl.report.health import health_keys
 from omnitrl.report.metrics import read_metrics
 from omnitrl.report.page import write_report
-from omnitrl.report.records import EvaluationRecord, RunSummary, matched_samples, timeline_records
+from omnitrl.report.records import EvaluationRecord, RunSummary, matched_samples, table_column, timeline_records
 
 
-_OURS = re.compile(r"^step_(\d{6,})(?:_[\w.-]+)?\.(?:png|json)$")
+_OURS = re.compile(
+    r"^(?:step_(\d{6,})(?:_[\w.-]+)?\.(?:png|json)|rollout_(\d{6,})\.png|completions_(\d{5,})\.parquet)$"
+)
 
 
 class RunFolder:
@@ -34,6 +36,7 @@ class RunFolder:
         self.metrics = self.root / "metrics.jsonl"
         self.samples = self.root / "samples"
         self.records = self.samples / "records"
+        self.completions = self.root / "completions"
         self.reward_curve = self.root / "reward_curve.png"
         self.health = self.root / "health.png"
         self.before_after = self.root / "before_after.png"
@@ -70,9 +73,9 @@ class RunFolder:
         return read_metrics(self.metrics) if self.metrics.exists() else []
 
     def clear(self, keep: Iterable[EvaluationRecord] = ()) -> None:
-        """Remove the evaluations and sample pictures of an earlier run, except those of `keep`."""
+        """Remove the evaluations, sample pictures and completions of an earlier run, except those of `keep`."""
         kept = {_stem(record) for record in keep}
-        for folder in (self.samples, self.records):
+        for folder in (self.samples, self.records, self.completions):
             for file in _own_files(folder):
                 if file.stem not in kept:
                     file.unlink()
@@ -86,6 +89,30 @@ class RunFolder:
         title = f"step {record.step}: {record.headline()}"
         grid.image_grid([sample.image for sample in record.samples], labels, title=title).save(
             self.samples / f"{_stem(record)}.png"
+        )
+
+    def save_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the table of a rollout into `completions/`; numbers stay numbers, all else becomes text."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        if not rows:
+            return
+        self.completions.mkdir(parents=True, exist_ok=True)
+        path = self.completions / f"completions_{step:05d}.parquet"
+        temporary = path.with_suffix(".tmp")
+        parquet.write_table(pa.table({name: table_column([row[name] for row in rows]) for name in rows[0]}), temporary)
+        os.replace(temporary, path)
+
+    def draw_completions(self, record: EvaluationRecord, columns: int) -> None:
+        """Write pictures of a rollout into `samples/`, so many in a row."""
+        if not record.samples:
+            return
+        self.samples.mkdir(parents=True, exist_ok=True)
+        labels = [sample.label() for sample in record.samples]
+        title = f"rollout at step {record.step}, with the noise of training"
+        grid.image_grid([sample.image for sample in record.samples], labels, columns, title=title).save(
+            self.samples / f"rollout_{record.step:06d}.png"
         )
 
     def draw_rewards(self, run: RunSummary) -> None:
@@ -131,10 +158,10 @@ class RunFolder:
         write_report(self.page, run)
 
     def _remove_steps(self, unwanted: Any) -> None:
-        for folder in (self.samples, self.records):
+        for folder in (self.samples, self.records, self.completions):
             for file in _own_files(folder):
                 match = _OURS.match(file.name)
-                if match and unwanted(int(match.group(1))):
+                if match and unwanted(int(next(filter(None, match.groups())))):
                     file.unlink()
 
 

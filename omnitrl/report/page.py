@@ -117,6 +117,7 @@ def _view(run: RunSummary) -> dict[str, Any]:
         "pairs": _pairs(run, name),
         "latest": _latest(run, name),
         "timeline": _timeline(run, name),
+        "rollout": _rollout(run),
         "health": _health(run),
         "time": _time(run),
         "recipe": recipe_rows(run.config),
@@ -253,6 +254,14 @@ def _timeline(run: RunSummary, name: str | None) -> dict[str, Any] | None:
         for index, record in enumerate(records)
     ]
     return {"prompts": [column[0].prompt for column in shared], "rows": rows}
+
+
+def _rollout(run: RunSummary) -> dict[str, Any] | None:
+    """The pictures of training."""
+    if run.rollout is None or not run.rollout.samples:
+        return None
+    pictures = [_picture(sample) for sample in run.rollout.samples]
+    return {"step": run.rollout.step, "pictures": pictures, "width": max(picture["width"] for picture in pictures)}
 
 
 def _health(run: RunSummary) -> list[dict[str, str]]:

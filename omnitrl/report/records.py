@@ -173,6 +173,8 @@ class RunSummary:
             Python code that loads the result.
         notes (`list[str]`):
             Sentences worth reading, shown under the headline numbers.
+        rollout ([`EvaluationRecord`], *optional*):
+            Pictures of the last rollout that was shown.
     """
 
     title: str
@@ -185,6 +187,7 @@ class RunSummary:
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     load_snippet: str = ""
     notes: list[str] = field(default_factory=list)
+    rollout: EvaluationRecord | None = None
 
     def evaluation_names(self) -> list[str]:
         """Names of the sets that were evaluated, the held-out set `"eval"` first."""
@@ -273,6 +276,17 @@ def is_missing(value: float | None) -> bool:
 def column(history: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     """The numbers that rows have under `key`; missing ones are left out."""
     return [row[key] for row in history if not is_missing(row.get(key))]
+
+
+def table_column(values: Sequence[Any]) -> list[Any]:
+    """Values that one column of a table can hold: numbers (missing ones `None`), lists of numbers, else texts."""
+    there = [value for value in values if value is not None]
+    if all(isinstance(value, int | float) for value in there):
+        number = int if all(isinstance(value, int) for value in there) else float
+        return [None if is_missing(value) else number(value) for value in values]
+    if all(isinstance(value, list) and all(isinstance(part, float) for part in value) for value in there):
+        return list(values)
+    return [None if value is None else str(value) for value in values]
 
 
 def format_number(value: float | None, digits: int = 3) -> str:

@@ -209,9 +209,7 @@ class BaseConfig(TrainingArguments):
         default=True,
         metadata={"help": "Write pictures, curves and report.html; metrics.jsonl is written in any case."},
     )
-    num_samples_to_save: int = field(
-        default=16, metadata={"help": "Evaluation samples in the picture grids and the report."}
-    )
+    num_samples_to_save: int = field(default=16, metadata={"help": "Samples in the picture grids and the report."})
 
     @property
     def media_size(self) -> MediaSize:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +14,13 @@ from omnitrl.data import naming
 from omnitrl.models import MediaSize
 from omnitrl.report import EvaluationRecord, Sample
 from omnitrl.rollout import SampleRequest, SamplingParams, stable_seed
+from omnitrl.trainer.completions import caption
 from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.prompt_rows import Rows, numbered, sizes_of
 
 
 if TYPE_CHECKING:
     from omnitrl.trainer.sampling_trainer import SamplingTrainer
-
-
-_WIDTH = 80  # letters of what is shown of a value beside a picture
 
 
 @dataclass
@@ -160,18 +157,11 @@ def _score(trainer: SamplingTrainer, parts: list[_Part], prefix: str, wanted: se
     scored = scoring.collect()
     rows = zip(places, scored.rewards.tolist(), scored.failed.tolist(), strict=True)
     captions = {
-        place: _caption({column: values[i] for column, values in scored.extras.items()})
+        place: caption({column: values[i] for column, values in scored.extras.items()})
         for i, place in enumerate(places)
         if place in wanted
     }
     return _Scored([(place, *row) for place, *row in rows if place is not None], media, captions)
-
-
-def _caption(recorded: dict[str, Any]) -> str:
-    """What rewards recorded of a sample with `log_extra`, as far as it is a word or a number."""
-    shown = {name: value for name, value in recorded.items() if isinstance(value, str | int | float)}
-    words = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in shown.items()}
-    return ", ".join(f"{name}: {shorten(word, _WIDTH, placeholder=' …')}" for name, word in words.items())
 
 
 def _filled(part: _Part) -> list[int | None]:

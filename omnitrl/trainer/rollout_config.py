@@ -117,6 +117,12 @@ class RolloutConfig(BaseConfig):
         default=5.0, metadata={"help": "Advantages are clamped to plus or minus this; None for no bound."}
     )
 
+    # Report
+    log_completions: bool = field(
+        default=False,
+        metadata={"help": "Write samples of training every `logging_steps`: pictures and a table of rewards."},
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._resolve_batches()

@@ -28,11 +28,12 @@ from omnitrl.data import BucketStream, PromptFeed, StoredFeed, StoredRows, Strea
 from omnitrl.data.streamed import SHUFFLE_BUFFER
 from omnitrl.errors import InputError, RunError
 from omnitrl.models import MediaSize
-from omnitrl.rewards import RewardRunner
+from omnitrl.rewards import RewardBatch, RewardRunner
 from omnitrl.rewards.weights import scheduled_weights
 from omnitrl.rollout import SampleRequest, SamplingParams, Trajectory, stable_seed
 from omnitrl.trainer.base_config import BaseConfig
 from omnitrl.trainer.checkpoints import check_prompts, check_same, plan_of
+from omnitrl.trainer.completions import Completions
 from omnitrl.trainer.merging import check_merging, merged_adapters
 from omnitrl.trainer.metrics import gather_list
 from omnitrl.trainer.prompt_rows import size_of_row
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # Where a rollout keeps the rewards (N,) of its samples.
 _REWARDS = "rewards"
+EQUAL_ROLLOUTS = 3
+"""Rollouts in a row without any difference within groups after which a warning says so."""
 
 
 class RolloutTrainer(SamplingTrainer):
@@ -63,6 +66,10 @@ class RolloutTrainer(SamplingTrainer):
 
     _buffer: RolloutBuffer | None = None
     _equal_rollouts = 0
+    _shown_step = -math.inf
+    """Optimizer steps before the rollout whose samples were last shown."""
+    _completions: Completions | None = None
+    """Keeps what is shown of the rollout that is being made."""
 
     # Set-up
 
@@ -263,6 +270,8 @@ class RolloutTrainer(SamplingTrainer):
             self.watch.discard()
             params = replace(params, decode=params.decode or self.watch.looks_at_samples)
         merged = merged_adapters(self.flow_model) if self.args.merge_adapters else nullcontext()
+        self._completions = self._new_completions()
+        params = replace(params, decode=params.decode or self._completions is not None)
         self.engine.wake()
         with self.rollout_weights(), merged:
             self.sync_engine()
@@ -271,7 +280,7 @@ class RolloutTrainer(SamplingTrainer):
         self.engine.sleep()
         self.note_engine()
         self.count_forwards(self.engine.forwards - before)
-        advantages, rewards = self._share_of_advantages(rollout, scoring)
+        advantages, rewards = self._share_of_advantages(rollout, requests, scoring)
         units, advantages = self.select(advantages)
         buffer = self._buffer_of(rollout, requests, trajectories, advantages, units)
         if rewards is not None:
@@ -296,6 +305,8 @@ class RolloutTrainer(SamplingTrainer):
                 scoring.submit(batch)
             if self.watch is not None:
                 self.watch.submit(batch)
+            if self._completions is not None:
+                self._completions.keep(batch)
             for trajectory in batch:
                 trajectory.media = None  # the rewards hold it as long as they need it
             trajectories += batch
@@ -304,29 +315,60 @@ class RolloutTrainer(SamplingTrainer):
             raise RunError(f"The engine gave {len(trajectories)} samples for {len(requests)} requests.")
         return trajectories
 
-    def _share_of_advantages(self, rollout: int, scoring: Scoring | None) -> tuple[Tensor, Tensor | None]:
+    def _share_of_advantages(
+        self, rollout: int, requests: Sequence[SampleRequest], scoring: Scoring | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Advantages of this rank's samples, and their rewards in sum, `None` where they are not scored."""
         share = self._plan.share
         if scoring is None:
             self._watch_rollout(None)
-            return torch.zeros(self._plan.num_samples)[share], None
+            nothing = torch.zeros(self._plan.num_samples)[share]
+            self._show_completions(requests, {}, nothing, nothing, {})
+            return nothing, None
         assert self.rewards is not None
-        rewards = self._collect_rewards(scoring)
+        scored = self._collect_rewards(scoring)
+        rewards = torch.tensor(gather_list(scored.rewards.tolist()), dtype=torch.float32)
         self._watch_rollout(rewards)
         advantages = self._advantages(rewards)
         if self.args.shuffle_advantages:
             generator = torch.Generator().manual_seed(stable_seed(self.args.seed, "control", rollout))
             advantages = advantages[torch.randperm(len(advantages), generator=generator)]
-        return advantages[share], self.rewards.total(rewards)[share]
+        advantages, total = advantages[share], self.rewards.total(rewards)[share]
+        by_name = dict(zip(self.rewards.names, scored.rewards.unbind(1), strict=True))
+        self._show_completions(requests, by_name, total, advantages, scored.extras)
+        return advantages, total
 
-    def _collect_rewards(self, scoring: Scoring) -> Tensor:
-        """Rewards (N, F) of the samples of all ranks, in sample order, NaN where missing."""
+    def _collect_rewards(self, scoring: Scoring) -> RewardBatch:
+        """Rewards of this rank's samples, whose metrics are logged."""
         self.progress.phase("rewards")
         with self.metrics.timed("reward_wait"):
             scored = scoring.collect()
         for name, value in scored.metrics.items():
             self.metrics.add(name, value)
-        return torch.tensor(gather_list(scored.rewards.tolist()), dtype=torch.float32)
+        return scored
+
+    def _new_completions(self) -> Completions | None:
+        """
+        What keeps samples of the next rollout, where a person is to see them; every rank decides alike.
+
+        Those of a third rollout of equal rewards are shown unasked, as the warning of it is about them.
+        """
+        args, step = self.args, self.state.global_step
+        due = args.log_completions and step - self._shown_step >= max(self.state.logging_steps, 1)
+        if not due and self._equal_rollouts + 1 != EQUAL_ROLLOUTS:
+            return None
+        pictured = args.save_report and args.process_index == 0
+        return Completions(step, args.num_samples_to_save if pictured else 0)
+
+    def _show_completions(self, requests: Sequence[SampleRequest], *of_samples: Any) -> None:
+        """Writes the samples of a rollout; see [`Completions.rows`] for the arguments."""
+        shown, self._completions = self._completions, None
+        if shown is None or (not self.args.log_completions and self._equal_rollouts != EQUAL_ROLLOUTS):
+            return
+        self._shown_step = shown.step
+        rows = shown.rows(requests, *of_samples)
+        samples = shown.samples(rows)
+        self.report.record_completions(shown.step, gather_list(rows), samples, self.args.num_generations)
 
     def _watch_rollout(self, rewards: Tensor | None) -> None:
         """Shows the rewards (N, F) of a rollout, where it is scored, to what watches its samples."""
@@ -365,10 +407,11 @@ class RolloutTrainer(SamplingTrainer):
 
     def _warn_if_equal(self, fraction: float) -> None:
         self._equal_rollouts = self._equal_rollouts + 1 if fraction == 1 else 0
-        if self._equal_rollouts == 3:
+        if self._equal_rollouts == EQUAL_ROLLOUTS:
             logger.warning(
                 "All members of every group had the same reward in three rollouts, so nothing can be learnt: look at "
-                "the samples and at what the reward returns for them."
+                "the samples in %s, and at what the reward returns for them.",
+                self.report.folder.samples if self.args.save_report else self.report.folder.completions,
             )
 
     def _buffer_of(
