@@ -74,7 +74,7 @@ class Completions:
             extras (`dict[str, list]`):
                 What rewards recorded of each sample.
         """
-        columns = {f"rewards/{name}": values.tolist() for name, values in rewards.items()}
+        columns: dict[str, Sequence[Any]] = {f"rewards/{name}": values.tolist() for name, values in rewards.items()}
         columns |= {"reward": total.tolist(), "advantage": advantages.tolist()}
         columns |= {f"extra/{name}": values for name, values in extras.items()}
         return [
