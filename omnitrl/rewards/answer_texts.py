@@ -15,7 +15,9 @@ ANSWER_NORMALISATIONS = ("case", "articles", "punctuation")
 """What a comparison of answers may leave out."""
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_END_OF_TAGGED = "</answer>"
 _BOXED = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"[{}]")
 _STATED = re.compile(
     r"\b(?:answer|choice|option)\b[*_\s]*(?:\bis\b[\s:*_]*|[:=][\s*_]*)(?=[^\s:*_])([^\n]*)", re.IGNORECASE
 )
@@ -97,25 +99,32 @@ def final_answer(text: str) -> str:
 
 def _marked(text: str) -> str | None:
     """The part of a text that is marked as its answer."""
-    tagged = _TAGGED.findall(text)
-    if tagged:
-        text = tagged[-1].strip()
-    boxed = _boxed(text)
-    if boxed is not None or tagged:
-        return text if boxed is None else boxed
+    tagged = tagged_answer(text)
+    boxed = _boxed(text if tagged is None else tagged)
+    if boxed is not None or tagged is not None:
+        return tagged if boxed is None else boxed
     stated = _STATED.findall(text)
     return _undecorated(stated[-1]) if stated else None
 
 
+def tagged_answer(text: str) -> str | None:
+    """What stands between the last `<answer>…</answer>`, or `None`."""
+    # Without what is behind the last end, in which each beginning of a text that repeats itself is looked for one.
+    tagged = _TAGGED.findall(text[: text.lower().rfind(_END_OF_TAGGED) + len(_END_OF_TAGGED)])
+    return tagged[-1].strip() if tagged else None
+
+
 def _boxed(text: str) -> str | None:
     r"""What is in the last `\boxed{…}` that is closed, braces within it counted."""
-    for start in reversed([match.end() for match in _BOXED.finditer(text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return _undecorated(text[start:end])
-    return None
+    opened: list[int] = []
+    closed: dict[int, int] = {}  # where a brace is closed, by the place behind it
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif opened:
+            closed[opened.pop()] = brace.start()
+    starts = [match.end() for match in _BOXED.finditer(text) if match.end() in closed]
+    return _undecorated(text[starts[-1] : closed[starts[-1]]]) if starts else None
 
 
 def _undecorated(text: str) -> str:

@@ -15,6 +15,7 @@ from .answer_texts import (
     choice_of,
     final_answer,
     normalised_answer,
+    tagged_answer,
     texts_of_choices,
     without_thinking,
     word_error_rate,
@@ -380,9 +381,8 @@ class FormatReward:
         if not (tags and named and len(set(tags)) == len(tags)):
             raise InputError(f"tags={tags!r} must be different names: give for example ('think', 'answer').")
         self.tags = tuple(tags)
-        inside = rf"(?!</?(?:{'|'.join(map(re.escape, self.tags))})>)"
-        within = rf"(?:{inside}.)*{inside}\S(?:{inside}.)*"
-        self._form = re.compile(r"\s*".join(rf"<{tag}>{within}</{tag}>" for tag in self.tags), re.DOTALL)
+        self._marks = re.compile(rf"(</?(?:{'|'.join(map(re.escape, self.tags))})>)")
+        self._form = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """
@@ -397,7 +397,12 @@ class FormatReward:
         Returns:
             `list[float]`: 0.0 or 1.0 per row.
         """
-        return [float(self._form.fullmatch(text.strip()) is not None) for text in check_texts(completions)]
+        return [float(self._has_form(text)) for text in check_texts(completions)]
+
+    def _has_form(self, text: str) -> bool:
+        parts = self._marks.split(text)  # texts and marks by turns, the texts outside of elements and within them too
+        outside, within = parts[0::4], parts[2::4]
+        return parts[1::2] == self._form and not "".join(outside).strip() and all(part.strip() for part in within)
 
 
 _format = FormatReward()
@@ -490,10 +495,9 @@ def _short(answer: Any) -> str:
 def _in_latex(text: str) -> str:
     r"""A completion behind its thoughts; the answer between tags alone, and in `\boxed`."""
     text = without_thinking(text)
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE)
-    if not tagged:
+    last = tagged_answer(text)
+    if last is None:
         return text
-    last = tagged[-1].strip()
     return last if r"\boxed" in last else rf"\boxed{{{_DELIMITERS.sub('', last).rstrip('. ')}}}"
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import logging
+import time
 
 import pytest
 from PIL import Image
@@ -304,3 +305,12 @@ def test_bad_options(make, message):
 def test_choices_that_are_no_list(choices):
     with pytest.raises(RewardError, match=r"choices\[0\]=.* must be a list of at most 26 texts"):
         multiple_choice_reward(["A"], answer=["A"], choices=[choices])
+
+
+@pytest.mark.parametrize("text", [r"\boxed{" * 3000, "<answer>" * 8000, "<think>" + "so " * 3000])
+def test_texts_that_repeat_themselves_are_read_in_no_time(text):
+    """A policy that goes round in circles writes them, and a reward holds the interpreter's lock."""
+    began = time.process_time()
+    assert exact_answer_reward(completions=[text], answer=["B"]) == [0.0]
+    assert format_reward(completions=[text]) == [0.0]
+    assert time.process_time() - began < 0.5
