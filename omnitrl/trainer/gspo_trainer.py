@@ -22,7 +22,7 @@ from omnitrl.algorithms import sequence_log_ratio
 from omnitrl.errors import InputError
 from omnitrl.omni.decoding import VideoLimits
 from omnitrl.omni.processing import OmniProcessor, RowInputs, collate, pad_token_fields, text_messages
-from omnitrl.omni.rows import MEDIA_COLUMNS, ROW_COLUMN, OmniRow, numbered, read_row, undecoded
+from omnitrl.omni.rows import COLUMNS, MEDIA_COLUMNS, ROW_COLUMN, OmniRow, numbered, read_row, undecoded
 from omnitrl.omni.thinker import check_adapted, has_thinker, load_thinker, media_tokens
 from omnitrl.trainer.gspo_config import GSPOConfig
 from omnitrl.trainer.omni_base import OmniTrainer, check_parted, init_options, remote_options
@@ -124,6 +124,7 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         self._log_probs: Tensor | None = None
         self._rewards = TextRewards(reward_funcs, args) if reward_funcs is not None else None
         targets = getattr(peft_config, "target_modules", None)  # PEFT changes them in place
+        own = any(options.get(name) for name in ("tools", "rollout_func", "environment_factory"))
         loaded, kept = self._loaded(model, args, peft_config, options), args.model_init_kwargs
         if loaded is not model:
             if processing_class is None:
@@ -134,8 +135,8 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
             model=loaded,
             reward_funcs=None if self._rewards is None else self._rewards.for_trl,
             args=args,
-            train_dataset=_prepared(train_dataset),
-            eval_dataset=_prepared(eval_dataset),
+            train_dataset=_prepared(train_dataset, own),
+            eval_dataset=_prepared(eval_dataset, own),
             processing_class=processing_class,
             peft_config=peft_config,
             **options,
@@ -225,6 +226,8 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         self._given = [{name: value for name, value in row.items() if name != ROW_COLUMN} for row in inputs]
         self._batch_rows, self._batch = [], []
         if self._has_own_rollouts:
+            for i, (row, number) in enumerate(zip(self._given, numbers, strict=True)):
+                _check_seen_by_trl(row, self._name_of(number, i))
             return self._controlled(super()._generate_and_score_completions(self._given))
         self._batch_rows = [
             read_row(row, self._name_of(number, i))
@@ -447,10 +450,22 @@ def _check_size(train_dataset: Any, args: GSPOConfig) -> None:
         )
 
 
-def _prepared(dataset: Any) -> Any:
-    """A dataset, or several by name, with rows that have numbers and media that are not decoded."""
+def _prepared(dataset: Any, own_rollouts: bool) -> Any:
+    """A dataset, or several by name, with rows that have numbers and, but for TRL's rollouts, media not decoded."""
     from datasets import Dataset, IterableDataset
 
     if isinstance(dataset, Mapping):
-        return {name: _prepared(part) for name, part in dataset.items()}
-    return numbered(undecoded(dataset)) if isinstance(dataset, Dataset | IterableDataset) else dataset
+        return {name: _prepared(part, own_rollouts) for name, part in dataset.items()}
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return dataset
+    return numbered(dataset if own_rollouts else undecoded(dataset))
+
+
+def _check_seen_by_trl(row: Mapping[str, Any], where: str) -> None:
+    """Raises for media that TRL's rollouts would leave out, which take pictures alone."""
+    for name in (*COLUMNS["video"], *COLUMNS["audio"]):
+        if row.get(name) is not None and row[name] != []:
+            raise InputError(
+                f"{where[0].upper()}{where[1:]} has {name}, but tools, environments and rollout_func are TRL's, which "
+                "takes pictures only: leave them out, or the row."
+            )

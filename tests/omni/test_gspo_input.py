@@ -8,6 +8,7 @@ import transformers
 import trl.rewards
 from packaging import version
 from peft import LoraConfig
+from PIL import Image
 from transformers import PreTrainedTokenizerBase, Qwen3ForSequenceClassification
 from trl import GRPOConfig
 
@@ -251,6 +252,28 @@ def test_streams_have_numbers_too(tmp_path):
 
 
 @pytest.mark.slow
+def test_rollouts_of_a_function_have_pictures_alone(tmp_path):
+    """TRL takes pictures as datasets decodes them, and would leave out sounds and videos."""
+    processor = tiny.vision_language_processor()
+
+    def rollout_func(prompts, trainer):
+        ids = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+        answers = {"completion_ids": [[65, 66], [67]] * (len(prompts) // 2), "logprobs": [[-1.0, -1.0], [-1.0]] * 2}
+        return {"prompt_ids": ids["input_ids"], **answers}
+
+    given = {"model": tiny.vision_language_model(), "processing_class": processor, "rollout_func": rollout_func}
+    given |= {"reward_funcs": chats.vowels, "args": GSPOConfig(**chats.options(tmp_path))}
+    prompt = [{"role": "user", "content": "See"}]
+    pictures = [{"prompt": prompt, "images": [Image.new("RGB", (24, 24), colour)]} for colour in ("red", "blue")]
+    trained = chats.GSPOTrainer(train_dataset=datasets.Dataset.from_list(pictures), **given)
+    trained.train()
+    assert chats.logged(trained, "ratio/mean")[0] == pytest.approx(1, abs=1e-6)
+    assert chats.logged(trained, "grad_norm")[0] > 0
+    trained = chats.GSPOTrainer(train_dataset=chats.dataset("audio"), **given)
+    with pytest.raises(InputError, match=r"Row \d of train_dataset has audios, but tools, .* takes pictures only"):
+        trained.train()
+
+
 def test_evaluation_with_other_rows(tmp_path):
     trained = chats.trainer(
         tmp_path, eval_dataset={"heard": chats.dataset("audio")}, per_device_eval_batch_size=2, max_steps=2,
