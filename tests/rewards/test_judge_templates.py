@@ -4,6 +4,7 @@
 import base64
 import io
 import math
+import time
 
 import numpy as np
 import pytest
@@ -86,6 +87,12 @@ def test_a_range_and_a_score_of_another_scale_are_missing(score):
     sentence = failure(ScoreTemplate(), f"Final Score: 2, but no.\nFinal Score: {score}")
     assert sentence.startswith("the answer has no single number from 1 to 5: 'Final Score: 2, but no.")
     assert value(ScoreTemplate(low=0, high=10), "Final Score: .5") == pytest.approx(0.05)
+
+
+def test_an_answer_that_goes_round_in_circles_is_read_in_no_time():
+    began = time.process_time()
+    assert isinstance(value(ScoreTemplate(), "Final Score" + "-" * 5000), AnswerError)
+    assert time.process_time() - began < 0.5
 
 
 def test_the_scale_and_the_aspects_are_told():

@@ -14,7 +14,8 @@ _FENCE = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
 _QUOTE_LENGTH = 160
 # A note of the scale may stand between, "Final Score (1-5): 4".
 _FINAL_SCORE = re.compile(
-    r"final\s+score(?:\s*\([^()\n]*[^()\s\d.][^()\n]*\))?\W*?(?:is)?\W*?(-?(?:\d+(?:\.\d+)?|\.\d+))", re.IGNORECASE
+    r"final\s+score(?:\s*\([^()\n]*[^()\s\d.][^()\n]*\))?\W{0,40}?(?:is)?\W{0,40}?(-?(?:\d+(?:\.\d+)?|\.\d+))",
+    re.IGNORECASE,
 )
 # Behind a number: "/ 5" and "out of 5", or a decimal comma and the end of a range.
 _NO_SINGLE_NUMBER = re.compile(
