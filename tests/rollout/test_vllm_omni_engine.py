@@ -319,7 +319,12 @@ def test_an_adapters_message_names_its_modules(base):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"use_dora": True}, "has use_dora=True"), ({"bias": "all"}, "has bias='all'")],
+    [
+        ({"use_dora": True}, "has use_dora=True"),
+        ({"bias": "all"}, "has bias='all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "has init_lora_weights='pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "has init_lora_weights='olora'"),
+    ],
 )
 def test_adapters_that_servers_cannot_take_are_refused(base, options, reason):
     with pytest.raises(InputError, match=f"plain LoRA adapters, but that of the transformer {reason}"):

@@ -24,6 +24,8 @@ _PEFT_PREFIX = "base_model.model."
 _LORA_PARTS = (".lora_A.weight", ".lora_B.weight")
 # What of a LoRA config decides what its tensors mean; one message has one config.
 _MEANING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+# How LoRA may begin with a part of the weights that it is added to, which the trainer then has without that part.
+_TAKING_APART = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 Weights = Mapping[str, Mapping[str, Tensor]]
 """Network → name → tensor: an adapter's by PEFT's names, or those of a whole network."""
@@ -91,6 +93,8 @@ def _unfit(config: Any) -> str:
     plain |= {"target_parameters": None}
     given = {key: getattr(config, key, value) or value for key, value in plain.items()}
     odd = [f"{key}={value!r}" for key, value in given.items() if value != plain[key]]
+    if str(config.init_lora_weights).lower().startswith(_TAKING_APART):
+        odd.append(f"init_lora_weights={config.init_lora_weights!r}")
     return f"has {', '.join(odd)}" if odd else ""
 
 
