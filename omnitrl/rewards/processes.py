@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from omnitrl.errors import InputError
 
 from .background import AsyncLane, Lane, LoopThread, ThreadLane, as_exception
@@ -165,6 +167,7 @@ class _Worker:
 def _serve(connection: Connection, pickled: bytes) -> None:
     """The other side: reads calls and answers them until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
+    torch.set_grad_enabled(False)
     try:
         reward: Reward = pickle.loads(pickled)
     except BaseException as error:

@@ -4,6 +4,8 @@
 import os
 import time
 
+import torch
+
 from omnitrl.rewards import RewardUnavailable, reward_traits
 
 
@@ -27,5 +29,6 @@ def lengths(prompts, completions, log_metric, log_extra, level):
         if prompt == "away":
             raise RewardUnavailable("not yet", retry_after=0.0)
     log_metric("process", os.getpid())
+    log_metric("gradients", torch.is_grad_enabled())
     log_extra("upper", [prompt.upper() for prompt in prompts])
     return [image.width + number for image, number in zip(completions, level, strict=True)]

@@ -379,6 +379,7 @@ def test_a_reward_in_a_process_of_its_own():
         assert first.rewards[:, 0].tolist() == [5.0, 9.0]
         assert first.extras["upper"] == ["A", "BC"]
         assert first.metrics["process"] != os.getpid()
+        assert first.metrics["gradients"] == 0
         for prompt in ("ok", "odd", "away", "ok"):
             runner.submit(rows(prompt, level=[1]), [IMAGE])
         batch = runner.collect()
