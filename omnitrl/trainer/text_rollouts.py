@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
+from transformers import ProcessorMixin
 
 from omnitrl.errors import InputError
 from omnitrl.omni.processing import RowInputs
@@ -192,6 +193,11 @@ def _check(trainer: GSPOTrainer) -> None:
         )
     if is_peft_model(model):
         check_config(model.peft_config[model.active_adapter], "model")
+    if not isinstance(trainer.processing_class, ProcessorMixin):
+        raise InputError(
+            f"rollout_engine='vllm_omni' sends what a processor makes of rows, and processing_class is a "
+            f"{type(trainer.processing_class).__name__}: give the processor of the model, or {_LOCAL}."
+        )
     if trainer._has_own_rollouts:
         raise InputError(
             "rollout_engine='vllm_omni' has its servers answer once: leave out tools, environments and rollout_func, "

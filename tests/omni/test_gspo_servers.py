@@ -97,6 +97,10 @@ def test_options_that_do_not_go_together_are_refused(tmp_path, options, sentence
             {"model": tiny.language_model, "processing_class": tiny.tokenizer},
             "is a Qwen3ForCausalLM: .* use_vllm=True",
         ),
+        (
+            {"processing_class": tiny.tokenizer},
+            "is a Qwen2Tokenizer: give the processor of the model, or use rollout_",
+        ),
         ({"peft_config": lora(use_dora=True)}, "takes plain LoRA adapters, but that of the model has use_dora=True"),
         ({"peft_config": lora(), "generation_kwargs": {"num_beams": 2}}, r"does not pass on generation_kwargs \['num"),
         ({"peft_config": lora(), "vllm_structured_outputs_regex": "a|b"}, "not pass on vllm_structured_outputs_regex"),
