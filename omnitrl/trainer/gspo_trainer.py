@@ -208,10 +208,10 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
 
     def _suppress_media_tokens(self) -> None:
         """A sampled placeholder would be taken for a picture or a sound that is not there."""
-        if self.use_vllm or not isinstance(self.processing_class, ProcessorMixin):
+        known = media_tokens(self.model.config)
+        if self.use_vllm or not known:
             return
-        given = self.generation_kwargs.get("suppress_tokens") or []
-        tokens = sorted({*given, *media_tokens(self.model.config)})
+        tokens = sorted({*(self.generation_kwargs.get("suppress_tokens") or []), *known})
         self.generation_kwargs["suppress_tokens"] = self.generation_config.suppress_tokens = tokens
 
     def _set_signature_columns_if_needed(self) -> None:

@@ -186,14 +186,32 @@ def test_the_load_balancing_loss(coefficient, tmp_path):
 # Runs
 
 
+BATCHING = {"num_blocks": 64, "max_batch_tokens": 64}
+
+
 @pytest.mark.slow
-def test_no_completion_has_tokens_of_media(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("mixed", {"per_device_train_batch_size": 4, "max_completion_length": 8}),
+        ("text", {"processing_class": tiny.tokenizer(), "max_completion_length": 8}),
+        (
+            "text",
+            {
+                "processing_class": tiny.tokenizer(), "max_completion_length": 8,
+                "use_transformers_continuous_batching": True, "transformers_continuous_batching_config": BATCHING,
+            },
+        ),
+    ],
+    ids=["mixed", "tokenizer", "continuous batching"],
+)  # fmt: skip
+def test_no_completion_has_tokens_of_media(kind, given, tmp_path):
     """They are half of what the model would write."""
     model = tiny.thinker()
     tokens = media_tokens(model.config)
     with torch.no_grad():
         model.lm_head.weight[tokens] *= 30
-    record = recorded(tmp_path, "mixed", model, per_device_train_batch_size=4, max_completion_length=8)
+    record = recorded(tmp_path, kind, model, **given)
     written = torch.cat([batch["completion_ids"].flatten() for batch in record.batches])
     assert len(written) > 20
     assert not torch.isin(written, torch.tensor(tokens)).any()
@@ -262,7 +280,7 @@ def test_continuous_batching_writes_what_generate_writes(model, tmp_path):
     trained = chats.trainer(
         tmp_path, datasets.Dataset.from_list(rows), model(), processing_class=tiny.tokenizer(), shuffle_dataset=False,
         use_transformers_continuous_batching=True, max_completion_length=8, top_k=1, max_steps=2,
-        transformers_continuous_batching_config={"num_blocks": 64, "max_batch_tokens": 64},
+        transformers_continuous_batching_config=BATCHING,
     )  # fmt: skip
     record = Record()
     record.trainer = trained
