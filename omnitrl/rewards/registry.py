@@ -118,6 +118,12 @@ def _import(path: str) -> Any:
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not attribute:
         raise InputError(f"reward {path!r} is not a path of the form 'package.module:function'.")
+    if "/" in module_name or module_name.endswith(".py"):
+        module = Path(module_name).name.removesuffix(".py")
+        raise InputError(
+            f"reward {path!r} names a file, and modules are named without folder and ending: give "
+            f"'{module}:{attribute}', with the folder on PYTHONPATH."
+        )
     try:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -45,6 +45,7 @@ def test_a_nested_attribute():
         ("no_such_package_here.rewards:score", "no module 'no_such_package_here'"),
         ("omnitrl.no_such_module:score", "no module 'omnitrl.no_such_module'"),
         (":score", "not a path"),
+        ("rewards/mine.py:score", "names a file, .* give 'mine:score', with the folder on PYTHONPATH"),
     ],
 )
 def test_names_that_lead_nowhere(spec, message):
