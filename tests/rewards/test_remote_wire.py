@@ -81,6 +81,17 @@ def test_every_value_arrives_as_it_is(value, png):
     assert same(unpack_answer(pack_answer(Answer([0.5], {}, {"column": [value]}))).extras, {"column": [value]})
 
 
+def test_media_that_are_views_arrive():
+    """Such as frames whose channels were turned round, BGR to RGB."""
+    frames, samples = noise(2, 3, 4, 3), sound().samples
+    for given, wanted in (
+        (Video(frames[..., ::-1], 8.0), Video(frames[..., ::-1].copy(), 8.0)),
+        (Audio(samples[:, ::-1], 8), Audio(samples[:, ::-1].copy(), 8)),
+    ):
+        arrived = unpack_request(pack_request(Request({"column": [given]})))
+        assert same(arrived.arguments, {"column": [wanted]})
+
+
 def test_arrays_of_the_other_byte_order_arrive():
     arrived = unpack_request(pack_request(Request({"column": [np.arange(3, dtype=">f4")]})))
     assert same(arrived.arguments, {"column": [np.arange(3, dtype="<f4")]})

@@ -286,17 +286,16 @@ class _Packer:
 
     def _video(self, video: Video) -> Any:
         sound = None if video.audio is None else self.value(video.audio)
-        frames = self._tensor_name(torch.tensor(video.frames))
+        frames = self._tensor_name(_as_tensor(video.frames))
         return {"$": "video", "frame_rate": self.value(video.frame_rate), "audio": sound, "tensor": frames}
 
     def _audio(self, sound: Audio) -> Any:
-        samples = self._tensor_name(torch.tensor(sound.samples))
+        samples = self._tensor_name(_as_tensor(sound.samples))
         return {"$": "audio", "sampling_rate": self.value(sound.sampling_rate), "tensor": samples}
 
     def _array(self, array: np.ndarray) -> Any:
         try:
-            native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))  # the only order of PyTorch
-            tensor = torch.tensor(native.reshape(array.shape))
+            tensor = _as_tensor(array)
         except TypeError as error:  # of text or objects
             raise InputError(
                 f"is an array of {array.dtype}, which cannot be sent to a reward server: make it a list."
@@ -332,6 +331,11 @@ class _Packer:
         Tensor: _torch,
         bytes: _bytes,
     }
+
+
+def _as_tensor(array: np.ndarray) -> Tensor:
+    """A copy, in the one order of bytes and of strides that PyTorch knows."""
+    return torch.tensor(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape))
 
 
 _SENT_ONCE = ("png", "image", "video", "audio", "array", "tensor", "bytes")
