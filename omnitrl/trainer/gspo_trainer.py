@@ -177,12 +177,13 @@ class GSPOTrainer(OmniTrainer, GRPOTrainer):
         where = model if isinstance(model, str) else model.config._name_or_path
         adapted = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
         compares = args.beta and not adapted  # then TRL loads `where` again
-        if not (isinstance(model, str) or (compares and where)) or not has_thinker(where, **remote):
+        if not (isinstance(model, str) or compares) or (where and not has_thinker(where, **remote)):
             return model
         if compares:
             raise InputError(
                 f"beta={args.beta} compares with the model at the start, of which a Thinker that is trained as a "
-                "whole keeps no copy: give a peft_config, whose adapter is turned off for that, or beta=0.0."
+                "whole keeps no copy, nor does a model that is in no folder: give a peft_config, whose adapter is "
+                "turned off for that, or beta=0.0."
             )
         quantization = options.pop("quantization_config", None)
         if quantization is not None:

@@ -332,7 +332,7 @@ def test_the_limits_of_videos(tmp_path):
 @pytest.mark.slow
 def test_a_reference_of_a_thinker_needs_an_adapter(tmp_path):
     tiny.save_full(tmp_path / "whole")
-    for model in (str(tmp_path / "whole"), load_thinker(str(tmp_path / "whole"))):
+    for model in (str(tmp_path / "whole"), load_thinker(str(tmp_path / "whole")), tiny.thinker()):
         with pytest.raises(InputError, match=r"beta=0.1 compares with the model at the start, .* give a peft_config"):
             chats.trainer(tmp_path, model=model, beta=0.1)
     adapted = chats.trainer(
