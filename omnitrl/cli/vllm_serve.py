@@ -38,6 +38,7 @@ REFUSED = {
     "--cache-backend": "step caches skip parts of the network, so that samples are not the policy's",
     "--lora-path": "it would be replaced by the first adapter that the trainer sends",
     "--diffusion-load-format": "rollouts need vLLM-Omni's own pipelines",
+    "--api-server-count": "each of its processes would hear of its own weights only",
 }
 ENVIRONMENT = {"OMNI_DIFFUSION_PROMPT_EMBED_CACHE": "1", "OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE": "128"}
 """Prompts of a group are encoded once; text encoders are frozen."""
@@ -166,7 +167,7 @@ def check_flags(flags: Sequence[str], environment: Mapping[str, str]) -> None:
         if name in OWN_FLAGS:
             raise InputError(f"omnitrl vllm-serve sets {name} itself: leave it out.")
         value = value or (flags[number + 1] if number + 1 < len(flags) else "")
-        if name in REFUSED and value not in ("none", "default"):
+        if name in REFUSED and value not in ("none", "default", "1"):
             raise InputError(f"A server of rollouts has no {name}: {REFUSED[name]}. Leave it out.")
     for name in ("DIFFUSION_CACHE_BACKEND", "DIFFUSION_CACHE_ADAPTER"):
         if environment.get(name, "none").lower() not in ("", "none"):

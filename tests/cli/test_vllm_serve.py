@@ -135,6 +135,7 @@ def test_checkpoints_that_are_neither_are_refused_with_what_to_do(tmp_path):
         (["--cache_backend=tea_cache"], "has no --cache-backend: step caches skip parts of the network"),
         (["--lora-path", "adapter"], "has no --lora-path: it would be replaced by the first adapter"),
         (["--diffusion-load-format", "diffusers"], "has no --diffusion-load-format: rollouts need vLLM-Omni's own"),
+        (["--api-server-count=2"], "has no --api-server-count: each of its processes would hear of its own weights"),
         (["--worker-extension-cls", "mine"], "sets --worker-extension-cls itself: leave it out"),
         (["--omni"], "sets --omni itself"),
     ],
@@ -147,7 +148,7 @@ def test_flags_that_would_spoil_rollouts_are_refused(flags, sentence):
 def test_a_step_cache_may_not_come_from_the_environment_either():
     with pytest.raises(InputError, match="has no DIFFUSION_CACHE_BACKEND: step caches"):
         check_flags([], {"DIFFUSION_CACHE_BACKEND": "cache_dit"})
-    check_flags(["--cache-backend", "none", "--port", "1"], {"DIFFUSION_CACHE_BACKEND": "none"})
+    check_flags(["--cache-backend", "none", "--api-server-count", "1"], {"DIFFUSION_CACHE_BACKEND": "none"})
 
 
 @pytest.mark.parametrize(
