@@ -2,7 +2,7 @@
 """What a reward says of itself, so that the runner calls it in the way that suits it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,9 +25,9 @@ class RewardTraits:
 
     Args:
         media (`tuple[str, ...]`):
-            The kinds of media that it takes, of `MEDIA_KINDS`; empty for whatever is decoded. With `"latents"`, which
-            stands alone, `completions` are the clean latents, one float32 tensor a row, and nothing is decoded where
-            all rewards are such.
+            The kinds of media that it takes, of `MEDIA_KINDS`, a single one also as a string; empty for whatever is
+            decoded. With `"latents"`, which stands alone, `completions` are the clean latents, one float32 tensor a
+            row, and nothing is decoded where all rewards are such.
         groupwise (`bool`):
             Called once for each group, with all of its members at once but for those that could not be decoded.
         deterministic (`bool`):
@@ -49,6 +49,7 @@ class RewardTraits:
     in_process: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "media", _kinds(self.media))
         unknown = sorted(set(self.media) - set(MEDIA_KINDS))
         if unknown:
             raise InputError(f"media={unknown[0]!r} is unknown: use {', '.join(map(repr, MEDIA_KINDS))}.")
@@ -58,6 +59,11 @@ class RewardTraits:
             raise InputError(f"batch_size={self.batch_size} must be at least 1: use 16, or None for no bound.")
         if self.groupwise and self.batch_size is not None:
             raise InputError("A groupwise reward is called with whole groups: leave batch_size out.")
+
+
+def _kinds(media: str | Sequence[str]) -> tuple[str, ...]:
+    """Kinds of media, of which one may be given as it is."""
+    return (media,) if isinstance(media, str) else tuple(media)
 
 
 NO_TRAITS = RewardTraits()
@@ -71,7 +77,7 @@ def reward_traits(
     in_process: bool = False,
 ) -> Callable[[F], F]:
     """
-    Decorator that states the [`RewardTraits`] of a reward function; one kind of media may be given as a string.
+    Decorator that states the [`RewardTraits`] of a reward function.
 
     Example:
 
@@ -81,8 +87,7 @@ def reward_traits(
         return [np.asarray(image)[..., 0].mean() / 255 for image in completions]
     ```
     """
-    kinds = (media,) if isinstance(media, str) else tuple(media)
-    traits = RewardTraits(kinds, groupwise, deterministic, batch_size, in_process)
+    traits = RewardTraits(_kinds(media), groupwise, deterministic, batch_size, in_process)
 
     def decorate(function: F) -> F:
         function.traits = traits  # type: ignore[attr-defined]

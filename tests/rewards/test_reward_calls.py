@@ -121,6 +121,11 @@ def test_rewards_of_latents_are_shown_them_and_others_the_media():
     assert batch.failures == {"energy": 1, "lambda": 1}
 
 
+@pytest.mark.parametrize("media", ["latents", ["latents"], ("latents",)])
+def test_kinds_of_media_are_given_as_one_or_several(media):
+    assert RewardTraits(media=media) == RewardTraits(media=("latents",))
+
+
 def test_nothing_needs_to_be_decoded_for_rewards_of_latents_alone():
     with RewardRunner(energy) as runner:
         assert (runner.needs_latents, runner.needs_media) == (True, False)
