@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole networks that get to servers by a collective of the trainer and the server's workers."""
 
+import asyncio
 import json
 import threading
 import time
@@ -78,9 +79,9 @@ def make(monkeypatch):
         made.append(Member(**options))
         return made[-1]
 
-    def client(*servers, patience=20.0):
-        transports = [HttpTransport(server.url) for server in servers]
-        made.append(RolloutClient(transports, patience=patience, collective_from=torch.device("cpu"), for_others=True))
+    def client(*servers, **options):
+        options = {"patience": 20.0, "for_others": True, "collective_from": torch.device("cpu"), **options}
+        made.append(RolloutClient([HttpTransport(server.url) for server in servers], **options))
         made[-1].connect()
         return made[-1]
 
@@ -143,6 +144,36 @@ def test_a_broadcast_that_breaks_off_begins_again_over_http(make, caplog):
     assert make.client(server).update(UPDATE).bound == 3
     assert (server.received, server.by_group) == (MESSAGES, [False, False])
     assert "A worker has lost the group." in caplog.text
+
+
+def test_after_an_interrupt_the_weights_go_by_another_group(make):
+    """A message was sent, and the call that says so was not: in that group the next one would be taken for it."""
+    server, pressed = make.server(), threading.Event()
+
+    def check():
+        if pressed.is_set():
+            pressed.clear()
+            raise KeyboardInterrupt
+
+    client = make.client(server, for_others=False, on_wait=check)
+    client.update(UPDATE)
+    member = client.replicas[0]
+    call = member.call
+
+    async def held(path, body, timeout):
+        if path == WEIGHTS:
+            pressed.set()
+            await asyncio.sleep(10)
+        return await call(path, body, timeout)
+
+    member.call = held
+    with pytest.raises(KeyboardInterrupt):
+        client.update(WeightUpdate(6, UPDATE.messages))
+    member.call = call
+    assert member._link is None  # with it Gloo would end the process of the server
+    server.received.clear()
+    assert client.update(WeightUpdate(7, [(WEIGHTS, b"part 3")])).bound == 3
+    assert (server.received, server.by_group[-1]) == ([b"part 3"], True)
 
 
 def test_a_server_that_does_not_take_weights_in_time_is_left_out(make, caplog):

@@ -211,7 +211,7 @@ class Replica:
                 if error.kind != "internal":
                     raise
                 reason = error.sentence
-            self._link, self._link_broke = None, True
+            self._link_broke = True
             logger.warning(
                 "%s takes whole networks over HTTP from now on, for they did not get there by a collective "
                 "(vllm_weight_transport): %s.",
@@ -227,11 +227,11 @@ class Replica:
         async def call(path: str, body: bytes) -> bytes:
             return await self.call(path, body, self._patience)
 
-        link = self._link
+        link, self._link = self._link, None  # a message that is broken off may still be on its way there
         if link is None:
-            info = await self.ask()
-            self._link = link = await WeightLink.open(self.name, info, device, self._patience, call)
+            link = await WeightLink.open(self.name, await self.ask(), device, self._patience, call)
         answer = b""
         for path, body in messages:
             answer = await link.bring(path, body)
+        self._link = link
         return answer
