@@ -448,9 +448,19 @@ def test_samples_are_compared_at_first_and_once_the_weights_have_changed(base, m
         run(engine)
         counts.append(len(made_here))
     assert counts == [1, 2, 3, 3, 4, 4, 4]
+
+
+def test_on_demand_the_weights_of_now_are_compared(base, made):
+    """Those of an update, or averages in their place, that the servers have not heard of; asleep or not."""
+    model, service = adapted(base), LocalService(base)
+    engine = made(model, service, sleeps=True)
+    engine.update_weights(0)
+    run(engine)
     set_b(model, 0.4)
-    engine.update_weights(9)
+    engine.sleep()
+    engine.client.replicas[0].drop("it is to be told to wake when it is back")
     assert engine.check_weights() == {"service-0": 0.0}
+    assert service.asleep
 
 
 def test_each_server_is_compared(base, made):

@@ -300,6 +300,7 @@ class RolloutClient:
                 return reports[0] if reports else None
 
     async def _tell(self, path: str) -> None:
+        await self._some_server()
         for replica in self.replicas:
             if replica.up:
                 try:

@@ -197,7 +197,8 @@ class VLLMOmniEngine:
 
     def check_weights(self) -> dict[str, float]:
         """
-        Makes the first sample of the last rollout again, here and on each server; every process calls it.
+        Makes the first sample of the first rollout again, here and on each server, with the trainer's weights of now,
+        which are brought to the servers; every process calls it.
 
         Returns:
             `dict[str, float]`: Relative difference of its final latents from the trainer's own, by server.
@@ -205,7 +206,13 @@ class VLLMOmniEngine:
         Raises:
             [`~omnitrl.errors.RunError`]: it is too large.
         """
-        return self._comparison.again(self._of_each)
+        asleep = self._asleep
+        self.wake()
+        self.update_weights(self.weight_version)
+        found = self._comparison.again(self._of_each)
+        if asleep:
+            self.sleep()
+        return found
 
     def _of_each(self, request: SampleRequest, params: SamplingParams) -> dict[str, Trajectory]:
         way = self._way(params)
