@@ -119,6 +119,17 @@ def test_groups_stay_on_one_server_and_servers_share_the_work(make):
     assert all(8 <= len(stub.asked()) <= 16 for stub in stubs)
 
 
+def test_servers_share_what_one_of_them_could_take(make):
+    """Groups are kept together as long as there is one for each server."""
+    stubs = [make.stub(), make.stub()]
+    for stub in stubs:
+        stub.answer = lambda path, body, stub=stub: (time.sleep(0.05), stub.plain(path, body))[1]
+    run(make.client(*stubs, concurrency=16), 12, 3)
+    assert [len(stub.asked()) for stub in stubs] == [6, 6]
+    groups = [{number // 3 for number in stub.asked()} for stub in stubs]
+    assert not groups[0] & groups[1]
+
+
 def test_an_idle_server_takes_half_of_the_only_group(make):
     stubs = [make.stub(), make.stub()]
     for stub in stubs:

@@ -370,18 +370,20 @@ class RolloutClient:
                 del running[task]
                 replica.running -= 1
                 self._again(round_, number, replica, "away", replica.reason)
-        there = [replica for replica in self.replicas if replica.up]
         for replica in self.replicas:
             if not replica.up:
                 round_.take_back(replica)
-        for replica in sorted(there, key=lambda replica: replica.running):
-            while replica.running < self._bound(replica, round_.jobs):
-                following = round_.take(replica, alone=len(there) == 1)
-                if following is None:
-                    break
-                task = asyncio.create_task(self._ask(round_.jobs, following, replica))
-                running[task] = (following, replica)
-                replica.running += 1
+        free = [replica for replica in self.replicas if replica.up]
+        alone = len(free) == 1
+        while free:
+            replica = min(free, key=lambda replica: replica.running)
+            following = round_.take(replica, alone) if replica.running < self._bound(replica, round_.jobs) else None
+            if following is None:
+                free.remove(replica)
+                continue
+            task = asyncio.create_task(self._ask(round_.jobs, following, replica))
+            running[task] = (following, replica)
+            replica.running += 1
 
     def _bound(self, replica: Replica, jobs: Jobs) -> int:
         at_once = replica.info.max_num_seqs if replica.info is not None else 1
