@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from omnitrl.devices import has_accelerator
@@ -59,6 +60,11 @@ def main(argv: list[str]) -> int:
         `int`: never 0.
     """
     options, others = _parser().parse_known_args(argv)
+    before = ["", *argv][argv.index(options.model)]
+    if before in others and "/" not in options.model and not Path(options.model).is_dir():
+        raise InputError(
+            f"{options.model!r} is what {before} is given, and no MODEL: name the MODEL before all flags."
+        )
     check_flags(others, os.environ)
     command = serve_command(options, others)
     check_installed()

@@ -145,6 +145,11 @@ def test_flags_that_would_spoil_rollouts_are_refused(flags, sentence):
         check_flags(flags, {})
 
 
+def test_the_value_of_a_flag_is_not_taken_for_the_model():
+    with pytest.raises(InputError, match="'8000' is what --port is given, and no MODEL: name the MODEL before all fl"):
+        vllm_serve.main(["--port", "8000", "some/model"])
+
+
 def test_a_step_cache_may_not_come_from_the_environment_either():
     with pytest.raises(InputError, match="has no DIFFUSION_CACHE_BACKEND: step caches"):
         check_flags([], {"DIFFUSION_CACHE_BACKEND": "cache_dit"})
