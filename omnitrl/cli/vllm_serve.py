@@ -62,9 +62,7 @@ def main(argv: list[str]) -> int:
     options, others = _parser().parse_known_args(argv)
     before = ["", *argv][argv.index(options.model)]
     if before in others and "/" not in options.model and not Path(options.model).is_dir():
-        raise InputError(
-            f"{options.model!r} is what {before} is given, and no MODEL: name the MODEL before all flags."
-        )
+        raise InputError(f"{options.model!r} is what {before} is given, and no MODEL: name MODEL before all flags.")
     check_flags(others, os.environ)
     command = serve_command(options, others)
     check_installed()

@@ -146,7 +146,7 @@ def test_flags_that_would_spoil_rollouts_are_refused(flags, sentence):
 
 
 def test_the_value_of_a_flag_is_not_taken_for_the_model():
-    with pytest.raises(InputError, match="'8000' is what --port is given, and no MODEL: name the MODEL before all fl"):
+    with pytest.raises(InputError, match="'8000' is what --port is given, and no MODEL: name MODEL before all fla"):
         vllm_serve.main(["--port", "8000", "some/model"])
 
 
