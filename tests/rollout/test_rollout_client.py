@@ -486,6 +486,24 @@ def test_a_wrong_server_is_refused_by_name(make):
         make.client(stub, check=check)
 
 
+def test_a_server_that_comes_back_as_another_is_left_out_and_named_once(make, caplog):
+    def check(found, name):
+        if found.model == "another":
+            raise InputError(f"{name} serves the wrong model.")
+
+    changing, staying = make.stub(), make.stub()
+    client = make.client(changing, staying, check=check)
+    changing.stop()
+    until(lambda: client.alive == 1)
+    changing.answer = lambda path, body: (200, json.dumps(info(model="another")).encode())
+    changing.start(changing.port)
+    until(lambda: "is not taken into service" in caplog.text)
+    time.sleep(0.3)
+    run(client)
+    assert caplog.text.count(f"{changing.url} serves the wrong model") == 1
+    assert changing.asked() == []
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -238,6 +238,8 @@ class RolloutClient:
             await asyncio.sleep(0.02 if waited < 1 else POLL)
         if not self.alive:
             raise self._no_server()
+        for replica in self.replicas:
+            replica.awaited = False
         return [replica.info for replica in self.replicas if replica.up and replica.info is not None]
 
     def _needed(self) -> WeightUpdate | None:

@@ -75,6 +75,8 @@ class Replica:
         self.reason = "it has not answered yet"
         self.wrong: InputError | None = None
         """Why it can never serve, if it is a wrong one."""
+        self.awaited = True
+        """Whether somebody waits for it, who is told what is wrong with it."""
         self.running = 0
         """Samples that it is making."""
         self.starts = 0
@@ -113,6 +115,8 @@ class Replica:
             try:
                 await self._look(wanted)
             except InputError as error:
+                if not (self.awaited or self.up or self.wrong):
+                    logger.warning("%s is not taken into service: %s", self.name, error)
                 self.wrong = error
                 self.drop(str(error))
             except (Away, TooSlow, Refused, RunError) as error:
