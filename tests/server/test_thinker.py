@@ -267,6 +267,10 @@ def test_what_a_server_cannot_do_ends_with_a_sentence(url, model):
     length = len(row.input_ids)
     with pytest.raises(InputError, match=f"{length} tokens and 600 .* takes 512: start it with --max-model-len"):
         engine.generate(asked([row], (1,)), sampling(model, max_tokens=600))
+    with pytest.raises(
+        InputError, match=r"vLLM does not draw answers like that: temperature must be in \[0, 2\], got 3"
+    ):
+        engine.generate(asked([row], (1, 2)), sampling(model, temperature=3.0))
     media = {name: torch.cat([value, value]) for name, value in row.media.items()}
     with pytest.raises(InputError, match=r"has places for 1 image\(s\), but came with 2"):
         engine.generate([TextPrompt(row.input_ids, media, [1])], sampling(model))

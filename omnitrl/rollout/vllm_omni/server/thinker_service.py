@@ -14,7 +14,13 @@ from torch import Tensor
 
 from omnitrl.rollout.vllm_omni.server.adapters import EXPERTS
 from omnitrl.rollout.vllm_omni.server.calls import CallService, Refusal, check_adapter, read_head
-from omnitrl.rollout.vllm_omni.text_wire import Completion, TextRequest, pack_completions, unpack_text_request
+from omnitrl.rollout.vllm_omni.text_wire import (
+    Completion,
+    TextRequest,
+    TextSampling,
+    pack_completions,
+    unpack_text_request,
+)
 from omnitrl.rollout.vllm_omni.transport import ADAPTER, GENERATE, WEIGHTS
 
 
@@ -47,23 +53,7 @@ class ThinkerService(CallService):
         return pack_completions(completions, request.weight_version)
 
     async def _complete(self, inputs: dict[str, Any], request: TextRequest, seed: int) -> Completion:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        drawn = request.sampling
-        sampling = SamplingParams(
-            max_tokens=drawn.max_tokens,
-            temperature=drawn.temperature,
-            top_p=drawn.top_p,
-            top_k=drawn.top_k,
-            min_p=drawn.min_p,
-            repetition_penalty=drawn.repetition_penalty,
-            stop_token_ids=drawn.stop_token_ids,
-            logit_bias=dict.fromkeys(drawn.suppress_tokens, -100.0) or None,
-            seed=seed,
-            logprobs=0,  # of the token that is drawn
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        sampling = _sampling(request.sampling, seed)
         output = None
         name = uuid.uuid4().hex
         async for made in self._engine.generate(prompt=inputs, request_id=name, sampling_params_list=[sampling]):
@@ -105,6 +95,30 @@ class ThinkerService(CallService):
                 f"A server with quantization={self._facts['quantization']} has no weights that those of a trainer "
                 "could take the place of: start it without quantization.",
             )
+
+
+def _sampling(drawn: TextSampling, seed: int) -> Any:
+    """How vLLM draws a completion."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind
+
+    try:
+        return SamplingParams(
+            max_tokens=drawn.max_tokens,
+            temperature=drawn.temperature,
+            top_p=drawn.top_p,
+            top_k=drawn.top_k,
+            min_p=drawn.min_p,
+            repetition_penalty=drawn.repetition_penalty,
+            stop_token_ids=drawn.stop_token_ids,
+            logit_bias=dict.fromkeys(drawn.suppress_tokens, -100.0) or None,
+            seed=seed,
+            logprobs=0,  # of the token that is drawn
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (ValueError, VLLMValidationError) as error:
+        raise Refusal("input", f"vLLM does not draw answers like that: {error}") from error
 
 
 def _check_length(request: TextRequest, facts: Mapping[str, Any]) -> None:
