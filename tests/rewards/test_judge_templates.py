@@ -268,8 +268,11 @@ def test_a_tie_is_no_a_and_two_names_are_no_answer():
     rows = [shown(), shown()]
     tie = PairwiseTemplate(both_orders=False).verdict(rows, [Answer("Answer: a tie")])
     assert tie.values == [0.5, 0.5]
-    both = PairwiseTemplate(both_orders=False).verdict(rows, [Answer("Answer: A or B, I cannot say")])
-    assert all(isinstance(found, AnswerError) for found in both.values)
+    first = PairwiseTemplate(both_orders=False).verdict(rows, [Answer("Answer: A, B has a seam")])
+    assert first.values == [1.0, 0.0]
+    for text in ("Answer: A or B, I cannot say", "Answer: A, B or Tie", "Answer: A and B are alike"):
+        both = PairwiseTemplate(both_orders=False).verdict(rows, [Answer(text)])
+        assert all(isinstance(found, AnswerError) for found in both.values)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ class VLMJudge:
 
     def _shown(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> Shown:
         kind, parts = self._pictures.shown(completion)
-        prompt = completion_text(prompt) or ""  # that of a chat is a list of messages, the last of which asks
+        asked = completion_text(prompt)  # that of a chat is a list of messages, the last of which asks
+        prompt = str(prompt) if asked is None else asked
         row = Shown(prompt, kind, parts, columns)
         if self.template.source is None:
             return row

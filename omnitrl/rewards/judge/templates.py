@@ -479,7 +479,8 @@ class CustomTemplate(JudgeTemplate):
 
 _QUOTES = ('""', "“”", "„“", "''", "‘’", "«»", "「」")
 YES_OR_NO = r"^\W*(yes|no)\b"
-BETTER = r"answer\W*(?:a\s+(?=tie\b))?(A|B|tie)\b(?!\s*(?:,|/|or\b|and\b)\s*(?:B|tie)\b)"
+# One name: neither "a tie", which is no A, nor "A or B", nor "A, B or Tie".
+BETTER = r"answer\W*(?:a\s+(?=tie\b))?(A|B|tie)\b(?!(?:,\s*B)?,?\s*(?:/|or\b|and\b)\s*(?:B|tie)\b)"
 
 _ASPECTS = {
     "image": (
