@@ -153,7 +153,7 @@ def test_structured_answers_follow_their_schema(url):
 def test_garbage_is_missing_and_quoted(url):
     values, extras = ask(VLMJudge(ScoreTemplate(max_tokens=8), base_url=url), ["a cat"], [noise(0)])
     assert math.isnan(values[0])
-    assert extras["judge_score_failure"][0].startswith("the answer has no number where ")
+    assert extras["judge_score_failure"][0].startswith("the answer has no number behind 'Final Score': ")
     assert extras["judge_score_failure"][0].endswith(", cut off at max_tokens")
 
 
