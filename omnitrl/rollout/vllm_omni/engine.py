@@ -172,8 +172,8 @@ class VLLMOmniEngine:
                 report = self.client.update(WeightUpdate(wire, messages))
             except OmniTRLError as caught:
                 error = caught
-        starts, self._seen_starts = self.client.starts - self._seen_starts, self.client.starts
-        outcomes = self._context.gather([(wire, report, error, starts)])
+        seen, self._seen_starts = self._seen_starts, self.client.starts
+        outcomes = self._context.gather([(wire, report, error, self._seen_starts > seen)])
         failed = next((outcome[2] for outcome in outcomes if outcome[2] is not None), None)
         if failed is not None:
             raise failed
