@@ -147,7 +147,8 @@ def test_a_server_that_is_killed_is_replaced_and_comes_back(checkpoint_of, start
     options = {"max_steps": 6, "generation_batch_size": 16, "num_generations": 4, "save_steps": 100}
     local = run_of(tmp_path / "local", "sd3", folder, rollout_batch_size=1, **options)
     local.train()
-    served = run_of(tmp_path / "served", "sd3", folder, *servers, vllm_server_timeout=240.0, **options)
+    options |= {"vllm_server_timeout": 240.0, "vllm_max_concurrency": 4}  # half of what each server has to make
+    served = run_of(tmp_path / "served", "sd3", folder, *servers, **options)
     seen, client = seeds_of(served), served.engine.client
     deaths = []
     generate = served.engine.generate
