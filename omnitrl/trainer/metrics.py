@@ -48,7 +48,7 @@ class MetricStore:
 
     def drain(self) -> dict[str, float]:
         """
-        Means over all ranks since the last call (`time/`, `/failed`, `/cached`: sums, `max`: maxima).
+        Means over all ranks since the last call (`time/`, `/failed`, `/cached`: sums, `_max`: maxima).
 
         Every rank calls it.
         """
@@ -65,7 +65,7 @@ class MetricStore:
                 merged[name] = max(part[0] for part in parts)
             elif name.endswith(("/failed", "/cached")):
                 merged[name] = sum(part[0] for part in parts)
-            elif name.endswith("max"):
+            elif name.endswith("_max"):
                 merged[name] = max(part[2] for part in parts if part[1])
             else:
                 merged[name] = sum(part[0] for part in parts) / count
