@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from omnitrl.errors import InputError
 from omnitrl.models import FlowModel
+from omnitrl.rollout.vllm_omni.weights import taking_apart
 
 
 def attach_adapters(
@@ -70,9 +71,21 @@ def attach_adapters(
                 f"peft_config is a {type(peft_config).__name__}: pass a `LoraConfig`, a folder or Hub id of saved "
                 "adapters, or None to train all weights."
             )
+    _check_bases(model, chosen)
     trainable = [p for p in model.networks.parameters() if p.requires_grad]
     if not trainable:
         raise InputError("No weight is trainable: check `target_modules` and `inference_mode` of the peft_config.")
+
+
+def _check_bases(model: FlowModel, chosen: set[str]) -> None:
+    """Raises for adapters that have taken weights out of the network below them, which then is no reference."""
+    for network in (model.networks[name] for name in sorted(chosen)):
+        configs = network.peft_config.values() if isinstance(network, PeftModel) else ()
+        for way in filter(None, map(taking_apart, configs)):
+            raise InputError(
+                f"init_lora_weights={way!r} changes the weights below the adapter: without it they are not those that "
+                "were given, to which the adapter does not fit in diffusers. Use init_lora_weights=True or 'gaussian'."
+            )
 
 
 def _chosen_networks(model: FlowModel, names: Sequence[str] | None) -> set[str]:

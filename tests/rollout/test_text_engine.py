@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from omnitrl.errors import RunError
+from omnitrl.errors import InputError, RunError
 from omnitrl.messages import unpack
 from omnitrl.rollout.vllm_omni.text_engine import TextEngine, TextPrompt
 from omnitrl.rollout.vllm_omni.text_wire import Completion, TextSampling, pack_completions, unpack_text_request
@@ -24,7 +24,7 @@ class Writer(Stub):
 
     def __init__(self):
         super().__init__(self.write)
-        self.ends = False
+        self.ends = self.objects = False
 
     def write(self, path, body):
         if path.endswith("info"):
@@ -33,6 +33,8 @@ class Writer(Stub):
         if path.endswith("adapter"):
             head, _ = unpack(body, "rollout")
             self.version = head["version"]
+            if self.objects:
+                return refusal(400, "input", "It is of another rank.")
             return 200, json.dumps({"version": self.version, "bound": 1, "expected": 1, "missing": []}).encode()
         request = unpack_text_request(body)
         if self.ends:
@@ -83,6 +85,16 @@ def test_servers_share_the_prompts_and_answers_come_in_order(servers, engine):
     before = servers[0].version
     engine.update_weights(LoraConfig(r=2), ADAPTER)
     assert servers[0].version == servers[1].version == before + 1
+
+
+def test_weights_that_did_not_get_there_are_not_taken_for_the_next_ones(servers, engine):
+    before, servers[0].objects = servers[0].version, True
+    with pytest.raises(InputError, match="It is of another rank"):
+        engine.update_weights(LoraConfig(r=2), ADAPTER)
+    assert servers[0].version == before + 1
+    servers[0].objects = False
+    engine.update_weights(LoraConfig(r=2), ADAPTER)
+    assert servers[0].version == servers[1].version == before + 2
 
 
 def test_what_a_server_was_asked_for_when_it_ended_is_asked_of_the_other_one(servers, engine):

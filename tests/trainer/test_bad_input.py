@@ -170,6 +170,10 @@ def test_what_the_message_about_lora_weights_says_works(tmp_path):
             LoraConfig(lora_dropout=0.1),
             "lora_dropout=0.1 makes a replay differ from its rollout.*use lora_dropout=0.0",
         ),
+        (
+            LoraConfig(init_lora_weights="pissa"),
+            "init_lora_weights='pissa' changes the weights below.* use .*gaussian",
+        ),
         (LoraConfig(task_type="CAUSAL_LM"), "task_type=CAUSAL_LM is for language models: leave it None"),
         (LoraConfig(inference_mode=True), "No weight is trainable: check `target_modules` and `inference_mode`"),
         ({"r": 4}, "peft_config is a dict: pass a `LoraConfig`, a folder or Hub id"),

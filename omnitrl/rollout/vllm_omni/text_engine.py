@@ -168,6 +168,7 @@ class TextEngine:
         """
         version, report, error = self._version + 1, None, None
         if self._rank == 0:
+            self._version = version  # of these weights alone, even if they do not get there
             try:
                 report = self.client.update(WeightUpdate(version, self._messages(config, weights, version)))
             except OmniTRLError as caught:

@@ -84,6 +84,12 @@ def _configs(model: FlowModel) -> dict[str, Any]:
     return {name: net.peft_config[net.active_adapter] for name, net in networks if isinstance(net, PeftModel)}
 
 
+def taking_apart(config: Any) -> str:
+    """The `init_lora_weights` of a LoRA that begins with a part of the weights below it, as PiSSA does; else empty."""
+    way = str(getattr(config, "init_lora_weights", ""))
+    return way if way.lower().startswith(_TAKING_APART) else ""
+
+
 def _unfit(config: Any) -> str:
     from peft import LoraConfig
 
@@ -93,8 +99,8 @@ def _unfit(config: Any) -> str:
     plain |= {"target_parameters": None}
     given = {key: getattr(config, key, value) or value for key, value in plain.items()}
     odd = [f"{key}={value!r}" for key, value in given.items() if value != plain[key]]
-    if str(config.init_lora_weights).lower().startswith(_TAKING_APART):
-        odd.append(f"init_lora_weights={config.init_lora_weights!r}")
+    if way := taking_apart(config):
+        odd.append(f"init_lora_weights={way!r}")
     return f"has {', '.join(odd)}" if odd else ""
 
 
