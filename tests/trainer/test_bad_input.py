@@ -172,7 +172,7 @@ def test_what_the_message_about_lora_weights_says_works(tmp_path):
         ),
         (
             LoraConfig(init_lora_weights="pissa"),
-            "init_lora_weights='pissa' changes the weights below.* use .*gaussian",
+            "init_lora_weights='pissa' changes the weights below.* Use .*gaussian",
         ),
         (LoraConfig(task_type="CAUSAL_LM"), "task_type=CAUSAL_LM is for language models: leave it None"),
         (LoraConfig(inference_mode=True), "No weight is trainable: check `target_modules` and `inference_mode`"),
