@@ -82,6 +82,7 @@ def test_every_trainer_with_rollouts_shows_its_samples(tmp_path, name):
     assert pictures(tmp_path) == ["rollout_000000.png"]
 
 
+@pytest.mark.slow
 def test_a_new_run_has_no_samples_of_an_older_one_in_its_folder(tmp_path):
     options = {"log_completions": True, "save_report": True, **ONE_UPDATE}
     trainer(tmp_path, max_steps=2, **options).train()
@@ -90,6 +91,7 @@ def test_a_new_run_has_no_samples_of_an_older_one_in_its_folder(tmp_path):
     assert len(tables(tmp_path)) == len(pictures(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_those_after_its_checkpoint_again(tmp_path):
     options = {"log_completions": True, "save_report": True, "save_strategy": "steps", "save_steps": 1, **ONE_UPDATE}
     trainer(tmp_path, max_steps=3, **options).train()
