@@ -14,7 +14,7 @@ from omnitrl.report import curves, grid
 from omnitrl.report.health import health_keys
 from omnitrl.report.metrics import read_metrics
 from omnitrl.report.page import write_report
-from omnitrl.report.records import EvaluationRecord, RunSummary, matched_samples, table_column, timeline_records
+from omnitrl.report.records import EvaluationRecord, RunSummary, is_missing, matched_samples, timeline_records
 
 
 _OURS = re.compile(
@@ -101,7 +101,11 @@ class RunFolder:
         self.completions.mkdir(parents=True, exist_ok=True)
         path = self.completions / f"completions_{step:05d}.parquet"
         temporary = path.with_suffix(".tmp")
-        parquet.write_table(pa.table({name: table_column([row[name] for row in rows]) for name in rows[0]}), temporary)
+        names = dict.fromkeys(
+            name for row in rows for name in row
+        )  # a process may lack what its rewards failed to record
+        table = pa.table({name: _table_column([row.get(name) for row in rows]) for name in names})
+        parquet.write_table(table, temporary)
         os.replace(temporary, path)
 
     def draw_completions(self, record: EvaluationRecord, columns: int) -> None:
@@ -163,6 +167,22 @@ class RunFolder:
                 match = _OURS.match(file.name)
                 if match and unwanted(int(next(filter(None, match.groups())))):
                     file.unlink()
+
+
+def _table_column(values: Sequence[Any]) -> list[Any]:
+    """Values that one column of a table can hold: numbers (missing ones `None`), lists of numbers, else texts."""
+    there = [value for value in values if value is not None]
+    if all(isinstance(value, int | float) and not _is_huge(value) for value in there):
+        number = int if all(isinstance(value, int) for value in there) else float
+        return [None if is_missing(value) else number(value) for value in values]
+    if all(isinstance(value, list) and all(isinstance(part, float) for part in value) for value in there):
+        return list(values)
+    return [None if value is None else str(value) for value in values]
+
+
+def _is_huge(value: int | float) -> bool:
+    """Whether a whole number has more digits than a column of numbers keeps."""
+    return isinstance(value, int) and value.bit_length() >= 64
 
 
 def _stem(record: EvaluationRecord) -> str:

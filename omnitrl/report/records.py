@@ -278,17 +278,6 @@ def column(history: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     return [row[key] for row in history if not is_missing(row.get(key))]
 
 
-def table_column(values: Sequence[Any]) -> list[Any]:
-    """Values that one column of a table can hold: numbers (missing ones `None`), lists of numbers, else texts."""
-    there = [value for value in values if value is not None]
-    if all(isinstance(value, int | float) for value in there):
-        number = int if all(isinstance(value, int) for value in there) else float
-        return [None if is_missing(value) else number(value) for value in values]
-    if all(isinstance(value, list) and all(isinstance(part, float) for part in value) for value in there):
-        return list(values)
-    return [None if value is None else str(value) for value in values]
-
-
 def format_number(value: float | None, digits: int = 3) -> str:
     """A number as a person writes it: `0.505`, `12.3`, `1,250`, `2.1e-05`, `–` when missing."""
     if value is None or not math.isfinite(value):

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 from rich.console import Console
 from transformers import Trainer, TrainingArguments
 
@@ -197,3 +198,16 @@ def test_long_runs_keep_the_pictures_that_are_shown(tmp_path):
 def test_max_samples_is_checked(tmp_path):
     with pytest.raises(InputError, match="max_samples=-1"):
         ReportCallback(tmp_path, max_samples=-1)
+
+
+def test_a_table_of_samples_has_what_any_of_them_has(tmp_path):
+    """Where a reward has failed for all samples of a process, their rows lack what it records."""
+    report = ReportCallback(tmp_path)
+    rows = [
+        {"prompt": "a", "reward": 0.5, "extra/read": "x", "extra/count": 3, "extra/mixed": 1, "extra/huge": 2**70},
+        {"prompt": "b", "reward": float("nan"), "extra/late": True},
+    ]
+    report.record_completions(7, rows, [], group_size=2)
+    found = parquet.read_table(tmp_path / "completions" / "completions_00007.parquet").to_pylist()
+    none = dict.fromkeys(["extra/read", "extra/count", "extra/mixed", "extra/huge"])
+    assert found == [rows[0] | {"extra/late": None, "extra/huge": str(2**70)}, rows[1] | {"reward": None} | none]
