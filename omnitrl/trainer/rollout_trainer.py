@@ -353,17 +353,21 @@ class RolloutTrainer(SamplingTrainer):
 
         Those of a third rollout of equal rewards are shown unasked, as the warning of it is about them.
         """
-        args, step = self.args, self.state.global_step
-        due = args.log_completions and step - self._shown_step >= max(self.state.logging_steps, 1)
-        if not due and self._equal_rollouts + 1 != EQUAL_ROLLOUTS:
+        args = self.args
+        if not self._completions_are_due and self._equal_rollouts + 1 != EQUAL_ROLLOUTS:
             return None
         pictured = args.save_report and args.process_index == 0
-        return Completions(step, args.num_samples_to_save if pictured else 0)
+        return Completions(self.state.global_step, args.num_samples_to_save if pictured else 0)
+
+    @property
+    def _completions_are_due(self) -> bool:
+        passed = self.state.global_step - self._shown_step
+        return self.args.log_completions and passed >= max(self.state.logging_steps, 1)
 
     def _show_completions(self, requests: Sequence[SampleRequest], *of_samples: Any) -> None:
         """Writes the samples of a rollout; see [`Completions.rows`] for the arguments."""
         shown, self._completions = self._completions, None
-        if shown is None or (not self.args.log_completions and self._equal_rollouts != EQUAL_ROLLOUTS):
+        if shown is None or not (self._completions_are_due or self._equal_rollouts == EQUAL_ROLLOUTS):
             return
         self._shown_step = shown.step
         rows = shown.rows(requests, *of_samples)

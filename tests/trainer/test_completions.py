@@ -117,6 +117,18 @@ def test_samples_of_equal_reward_are_shown_with_the_warning(tmp_path, caplog, sa
     assert pictures(tmp_path) == (["rollout_000002.png"] if save_report else [])
 
 
+def test_a_third_rollout_that_differs_is_no_reason_to_show_it(tmp_path):
+    calls = []
+
+    def twice_equal(completions, **kwargs):
+        calls.append(len(completions))
+        return [float(i) if sum(calls) > 16 else 1.0 for i in range(len(completions))]
+
+    trainer(tmp_path, rewards=twice_equal, max_steps=3, log_completions=True, logging_steps=9, **ONE_UPDATE).train()
+    assert sum(calls) == 24
+    assert list(tables(tmp_path)) == ["completions_00000.parquet"]
+
+
 def test_nothing_is_written_unasked(tmp_path):
     trainer(tmp_path, max_steps=4, save_report=True).train()
     assert tables(tmp_path) == {}
