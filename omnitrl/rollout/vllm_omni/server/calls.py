@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from omnitrl.rollout.vllm_omni.transport import INFO
 from omnitrl.rollout.vllm_omni.wire import PROTOCOL, ServerInfo
 from omnitrl.version import __version__
 
+
+Read = TypeVar("Read")
 
 STATUS = {"input": 400, "stale": 409, "hooks": 404, "internal": 500, "away": 503}
 
@@ -199,10 +201,7 @@ def read_message(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         [`Refusal`]: it has none.
     """
-    try:
-        return unpack(body, "rollout")
-    except ValueError as error:
-        raise Refusal("input", str(error)) from error
+    return _read(unpack, body)
 
 
 def read_head(body: bytes) -> tuple[dict[str, Any], list[str]]:
@@ -212,8 +211,12 @@ def read_head(body: bytes) -> tuple[dict[str, Any], list[str]]:
     Raises:
         [`Refusal`]: it has none.
     """
+    return _read(unpack_head, body)
+
+
+def _read(unpacked: Callable[[bytes, str], Read], body: bytes) -> Read:
     try:
-        return unpack_head(body, "rollout")
+        return unpacked(body, "rollout")
     except ValueError as error:
         raise Refusal("input", str(error)) from error
 
